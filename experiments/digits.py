@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
     for seed in seeds:
         params = nnx.state(digits_training.plain_network(seed))
         plains.append(plain.fit(args, params, seed, plain_update))
-        params = digits_training.started(args, seed, plain.task.model(plains[-1][0]))
+        params = digits_training.started(args, plain.task.model(plains[-1][0]))
         fits.append(partial(bayesian.fit, args, params, seed, update))
     fitted = zip(seeds, plains, together(fits, update), strict=True)
     records = []

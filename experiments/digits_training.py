@@ -15,11 +15,11 @@ from flax import nnx
 from jax import Array
 
 import moment_jax as mj
-from experiments import data
+from experiments import data, networks
 from experiments.checkpoints import Checkpoints, structure_of
 from experiments.command_line import InputError
 from experiments.data import Digits
-from experiments.networks import class_fits, negative_elbo, vision_transformer
+from experiments.networks import vision_transformer
 from experiments.stopping import StopRequest
 from experiments.training import Compiled, Report, Task, TrainState, clipped_adam, fit_saved
 
@@ -32,21 +32,14 @@ RATE, WARM_UP = 1e-3, 50  # of the Bayesian network: updates in which the KL's w
 SAVE_EVERY = 50  # updates of the Bayesian network between checkpoints
 
 
-def bayesian_network(args: argparse.Namespace, seed: int) -> mj.nn.VisionTransformer:
-    """A Bayesian vision Transformer, its prior scales learned."""
-    structure = mj.STRUCTURES[args.structure]
-    return vision_transformer(
-        seed, num_blocks=NUM_BLOCKS, learn_prior=True, structure=structure, **SIZES
-    )
+def plain_network(seed: int) -> mj.nn.VisionTransformer:
+    """The plain network, untrained."""
+    return vision_transformer(seed, num_blocks=NUM_BLOCKS, position_scale=POSITION_SCALE, **SIZES)
 
 
-def plain_network(seed: int) -> mj.nn.PlainVisionTransformer:
-    """The same network in Flax's own layers, untrained."""
-    network = vision_transformer(seed, num_blocks=NUM_BLOCKS, **SIZES).mean_network()
-    assert isinstance(network, mj.nn.PlainVisionTransformer)
-    shape = network.position[...].shape
-    network.position.set_value(POSITION_SCALE * jax.random.normal(jax.random.key(seed), shape))
-    return network
+def bayesian_network(args: argparse.Namespace, plain: mj.nn.VisionTransformer) -> mj.Bayesian:
+    """The plain network with random weights, small spreads about its own, and learned prior scales."""
+    return networks.bayesian(plain, learn_prior=True, structure=mj.STRUCTURES[args.structure])
 
 
 class Training(NamedTuple):
@@ -108,28 +101,30 @@ def bayesian(args: argparse.Namespace, digits: Digits) -> Training:
     """The negative analytic ELBO for each training image, by one pass of moments a step."""
     size = min(args.batch_size, digits.train.labels.size)
 
-    def loss(network: Any, key: Array, step: Array) -> tuple[Array, Report]:
+    count = digits.train.labels.size
+
+    def loss(network: mj.Bayesian, key: Array, step: Array) -> tuple[Array, Report]:
         images, labels = data.mini_batch(key, step, digits.train, size)
-        fits = class_fits(labels, *network(images))
         weight = mj.objectives.kl_warmup(step, WARM_UP, args.kl_weight)
-        return negative_elbo(fits, network.kl(), digits.train.labels.size, weight)
+        bound = network.elbo(images, labels, dataset_size=count, kl_weight=weight)
+        kl = network.kl()
+        return -bound, {"fit": bound + weight * kl / count, "kl": kl}
 
     optimizer = clipped_adam(RATE, args.steps)
-    graph, params = nnx.split(nnx.eval_shape(lambda: bayesian_network(args, args.seed)))
+    abstract = nnx.eval_shape(lambda: bayesian_network(args, plain_network(args.seed)))
+    graph, params = nnx.split(abstract)
     task = Task("Bayesian network", loss, optimizer, args.steps, graph=graph)
     settings = {name: getattr(args, name) for name in ("structure", "plain_steps", "kl_weight")}
     settings |= {"num_steps": args.steps, "batch_size": size}
     return Training("bayesian", task, params, settings, SAVE_EVERY, 1)
 
 
-def started(args: argparse.Namespace, seed: int, plain: mj.nn.PlainVisionTransformer) -> Any:
-    """The Bayesian network's parameters at a plain one's weights, with small spreads."""
-    network = bayesian_network(args, seed)
-    network.load(plain)
-    return nnx.state(network)
+def started(args: argparse.Namespace, plain: mj.nn.VisionTransformer) -> Any:
+    """The Bayesian network's parameters at a plain one's weights."""
+    return nnx.state(bayesian_network(args, plain))
 
 
-def trained(run_folder: Path) -> tuple[mj.nn.VisionTransformer, Digits]:
+def trained(run_folder: Path) -> tuple[mj.Bayesian, Digits]:
     """The first seed's Bayesian network in the --out of a finished main job, and its data."""
     try:
         stored = json.loads((run_folder / "metrics.json").read_text())["settings"]

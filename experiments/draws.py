@@ -1,7 +1,7 @@
 """Random networks for the methods without moments: dropout and sampled weights.
 
-Every method here is a draw: key -> arrays in place of the beliefs of a parameter group. Training and
-prediction are then the same for all of them.
+Every method here is a draw: key -> arrays in place of the beliefs in a tree, such as `model.beliefs` of
+`mj.Bayesian`. Training and prediction are then the same for all of them.
 """
 
 from collections.abc import Callable
@@ -9,17 +9,31 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import Array
 
 import moment_jax as mj
 
-Arrays = Any  # a parameter group with arrays in place of its beliefs
+Arrays = Any  # a tree with arrays in place of its beliefs
 Draw = Callable[[Array], Arrays]
 
 
+def function_of(network: nnx.Module) -> Callable[..., Array]:
+    """(arrays in place of the parameters, inputs) -> the plain network's output."""
+    graph, params, rest = nnx.split(network, nnx.Param, ...)
+    form = jax.tree.structure(params)
+
+    def apply(arrays: Arrays, *inputs: Array, **options: Any) -> Any:
+        state = jax.tree.unflatten(form, jax.tree.leaves(arrays))
+        own: Any = nnx.merge(graph, state, rest)
+        return own(*inputs, **options)
+
+    return apply
+
+
 def means(params: Any) -> Arrays:
-    """The arrays at the centre of the beliefs."""
-    return jax.tree.map(lambda belief: belief.mean, params, is_leaf=is_belief)
+    """The arrays at the centre of the beliefs, and those that are certain."""
+    return jax.tree.map(lambda x: x.mean if is_belief(x) else x, params, is_leaf=is_belief)
 
 
 def weights(params: Any) -> Draw:
@@ -46,18 +60,21 @@ def dropout(params: Any, rate: Array | float) -> Draw:
     """The mean network with a random share of the inputs of every kernel (in, out) dropped.
 
     An input that is dropped is dropped from all tokens of an example (Gal and Ghahramani, 2016); what is
-    left is scaled up, so the mean stays. Vectors are kept whole.
+    left is scaled up, so the mean stays. Biases and gains are kept whole.
     """
-    leaves, form = jax.tree.flatten(params, is_leaf=is_belief)
+    leaves, form = jax.tree.flatten_with_path(means(params))
 
     def draw(key: Array) -> Arrays:
         arrays = []
-        for number, belief in enumerate(leaves):
-            array = belief.mean
-            if array.ndim == 2:
+        for number, (path, array) in enumerate(leaves):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            if not name.endswith(("bias", "scale")):
+                inputs = (
+                    array.ndim - 1 if name.endswith("out/kernel") else 1
+                )  # of heads (H, K, out)
                 own = jax.random.fold_in(key, number)
-                kept = jax.random.bernoulli(own, 1 - rate, (array.shape[0], 1))
-                array = array * kept / (1 - rate)
+                shape = array.shape[:inputs] + (1,) * (array.ndim - inputs)
+                array = array * jax.random.bernoulli(own, 1 - rate, shape) / (1 - rate)
             arrays.append(array)
         return jax.tree.unflatten(form, arrays)
 
@@ -87,24 +104,24 @@ def many(
 
 
 def is_belief(leaf: Any) -> bool:
-    """Whether a node of a parameter group is a belief."""
+    """Whether a node of a tree is a belief."""
     return isinstance(leaf, mj.posterior.Posterior)
 
 
-def learned_prior_kl(module: Any) -> Array:
+def learned_prior_kl(params: Any) -> Array:
     """KL (nats) of all beliefs to priors N(0, s^2), with the optimal s of each array.
 
     The best s^2 of an array (empirical Bayes, type II) is the mean of mean^2 + variance; there the KL is
     the half of sum log(s^2 / variance). `Factorized` beliefs only.
     """
     total = jnp.zeros(())
-    for own in beliefs(module):
+    for own in beliefs(params):
         best = jnp.mean(own.mean**2 + own.variance)
         total += 0.5 * jnp.sum(jnp.log(best) - jnp.log(own.variance))
     return total
 
 
-def beliefs(module: Any) -> list[mj.posterior.Factorized]:
-    """All beliefs of a parameter group."""
-    leaves = jax.tree.leaves(module, is_leaf=is_belief)
+def beliefs(params: Any) -> list[mj.posterior.Factorized]:
+    """All beliefs of a tree."""
+    leaves = jax.tree.leaves(params, is_leaf=is_belief)
     return [leaf for leaf in leaves if is_belief(leaf)]

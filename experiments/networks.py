@@ -1,9 +1,7 @@
-"""The vision Transformer that several experiments share, and their objective."""
+"""The vision Transformer that several experiments share, beliefs about weights, and their objective."""
 
-from functools import partial
 from typing import Any
 
-import jax
 from flax import nnx
 from jax import Array
 
@@ -12,13 +10,18 @@ from experiments import data
 
 NUM_HEADS = 4
 BELIEF: dict[str, Any] = {"relative_scale": 0.05, "prior_scale": 0.3}
-"""How the beliefs about weights begin: see `mj.nn.Settings`."""
+"""How the beliefs about weights begin: see `mj.Bayesian`."""
 
 
-def vision_transformer(seed: int | Array, **settings: Any) -> mj.nn.VisionTransformer:
-    """A Bayesian vision Transformer for digits; `settings` are further arguments of its class."""
-    sizes = {"image_size": data.IMAGE_SIZE, "num_classes": data.NUM_CLASSES, "num_heads": NUM_HEADS}
-    return mj.nn.VisionTransformer(rngs=nnx.Rngs(seed), **sizes | BELIEF | settings)
+def vision_transformer(seed: int | Array, **sizes: Any) -> mj.nn.VisionTransformer:
+    """A plain vision Transformer for digits; `sizes` are further arguments of its class."""
+    known = {"image_size": data.IMAGE_SIZE, "num_classes": data.NUM_CLASSES, "num_heads": NUM_HEADS}
+    return mj.nn.VisionTransformer(rngs=nnx.Rngs(seed), **known | sizes)
+
+
+def bayesian(network: nnx.Module, **settings: Any) -> mj.Bayesian:
+    """A classifier with random weights; `settings` are further arguments of `mj.Bayesian`."""
+    return mj.Bayesian(network, mj.Categorical(), **BELIEF | settings)
 
 
 def negative_elbo(
@@ -27,9 +30,3 @@ def negative_elbo(
     """Minus the ELBO for each example of the data (nats), and its parts."""
     bound = mj.objectives.elbo(fits, kl, dataset_size=dataset_size, kl_weight=kl_weight)
     return -bound / dataset_size, {"fit": fits.mean(), "kl": kl}
-
-
-def class_fits(labels: Array, mean: Array, cov: Array) -> Array:
-    """E[log p(label)] (N,) of logits with these moments, (N, C) and (N, C, C)."""
-    fit_of = partial(mj.objectives.expected_log_likelihood, mj.objectives.Categorical())
-    return jax.vmap(fit_of)(labels, mean, cov)

@@ -51,9 +51,9 @@ def analytic(graph: Any) -> Predict:
     """One pass of moments, and the class probabilities that the logits' moments imply."""
 
     def predict(params: Any, images: Array) -> Outputs:
-        mean, cov = nnx.merge(graph, params)(images)
-        probabilities = jax.vmap(mj.objectives.class_probabilities)(mean, cov)
-        return probabilities, mean, jnp.sqrt(jnp.einsum("ncc->nc", cov))
+        model = nnx.merge(graph, params)
+        logits = model(images)
+        return model.likelihood(logits).probs, logits.mean, logits.sd
 
     return predict
 
@@ -65,7 +65,7 @@ def drawn(graph: Any, num_samples: int) -> Callable[[Any, Array, Array], Array]:
         model = nnx.merge(graph, params)
 
         def of_one(key: Array) -> Array:
-            return model.network(mj.posterior.sample_params(model.params, key))(images)
+            return jnp.asarray(model.sample(key)(images))
 
         return jax.lax.map(of_one, jax.random.split(key, num_samples))
 

@@ -19,10 +19,10 @@ from moment_jax import (
 )
 from moment_jax.covariance import (
     STRUCTURES,
-    Certain,
     Covariance,
     Diagonal,
     Full,
+    Moments,
     Separable,
     register_fields,
 )
@@ -35,7 +35,6 @@ from moment_jax.layers import (
     FeedForwardParams,
     NormParams,
     activation,
-    at_means,
     attention,
     cross_attention,
     decoder_block,
@@ -52,17 +51,19 @@ from moment_jax.layers import (
     sinusoidal_positions,
     softmax,
 )
-from moment_jax.nn import DEFAULT_STRUCTURE, bayesian
+from moment_jax.nn.bayesian import Bayesian
+from moment_jax.objectives import Bernoulli, Categorical, Gaussian
 from moment_jax.propagation import PropagationError, linearised, propagate, propagation_rule
 from moment_jax.reference import monte_carlo
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "DEFAULT_STRUCTURE",
     "STRUCTURES",
     "AttentionParams",
-    "Certain",
+    "Bayesian",
+    "Bernoulli",
+    "Categorical",
     "Covariance",
     "DecoderBlockParams",
     "DenseParams",
@@ -70,14 +71,14 @@ __all__ = [
     "EncoderBlockParams",
     "FeedForwardParams",
     "Full",
+    "Gaussian",
+    "Moments",
     "NormParams",
     "PropagationError",
     "Separable",
     "__version__",
     "activation",
-    "at_means",
     "attention",
-    "bayesian",
     "brownian",
     "cross_attention",
     "decoder_block",

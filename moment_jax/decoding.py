@@ -1,9 +1,10 @@
 """Sequences from a random network, token by token: greedy, or sampled.
 
-The network is a function of one sequence, `model(ids) -> (mean, cov)`: integers (T,) -> moments of the
-logits that follow each token, (T, V). It has to be causal, as the places after the prefix hold zeros.
-`cov` is of any structure, whose variances are used, or an array of variances (T, V) or of covariances
-(T, V, V), such as `cov.token_blocks()`. A mean of -inf masks a token.
+The model is an `mj.Bayesian` whose network takes integers (..., T) and returns the logits that follow
+each token, (..., T, V). It has to be causal, as the places after the prefix hold zeros. Or it is a
+function of one sequence, integers (T,): a plain network, whose logits (T, V) count as certain, or
+`model(ids) -> (mean, cov)`. `cov` is of any structure, whose variances are used, or an array of
+variances (T, V) or of covariances (T, V, V). A mean of -inf masks a token.
 
 Tokens are chosen by the predictive distribution E[softmax(logits)], not by softmax(E[logits]). Weights
 are averaged anew at each token, so a sequence shares no draw of them. Each token costs a whole pass.
@@ -23,7 +24,7 @@ from moment_jax.objectives.predictive import TokenUncertainty, probabilities_wit
 
 __all__ = ["Decoded", "greedy", "sample"]
 
-Model = Callable[[Array], tuple[Array, Any]]
+Model = Callable[[Array], Any]
 
 
 class Decoded(NamedTuple):
@@ -41,7 +42,7 @@ def greedy(
     """The likeliest token of the predictive distribution at each position; of equals, the first.
 
     Args:
-      model: ids (T,) -> mean and covariance of the next logits, see this module.
+      model: an `mj.Bayesian`, a plain network or a function, see this module.
       prompt: integers (P,), at least one. For several prompts of one length use `jax.vmap`.
       length: number of tokens to produce. A sequence of which all next tokens are masked ends there.
       end: the token after which there is padding; None for none.
@@ -90,6 +91,17 @@ def sample(
     return _decode("sample", drawn, model, prompt, length, end, num_points)
 
 
+def _moments(model: Any, ids: Array) -> tuple[Array, Any]:
+    """Mean and covariance of the logits (T, V) of one sequence."""
+    axes = getattr(model, "batch_axes", None)  # of an `mj.Bayesian`, which takes a batch
+    if axes is not None:
+        found = model(ids.reshape((1,) * axes + ids.shape))
+        mean, cov = jax.tree.map(lambda x: x[(0,) * axes], found)
+        return mean, cov
+    found = model(ids)
+    return found if isinstance(found, tuple) else (found, jnp.zeros_like(found))
+
+
 def _decode(
     name: str, choose: Callable[[Array, Array], Array], model: Model, prompt: Array, length: int,
     end: int | None, num_points: int | None,
@@ -106,7 +118,7 @@ def _decode(
 
     def advance(carry: tuple[Array, Array], position: Array) -> tuple[Any, Any]:
         whole, finished = carry
-        mean, cov = model(whole[:-1])
+        mean, cov = _moments(model, whole[:-1])
         spread = cov.variance() if isinstance(cov, Covariance) else cov
         shape = (whole.size - 1, mean.shape[-1])
         if mean.shape != shape or spread.shape not in (shape, (*shape, shape[1])):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from moment_jax.layers import (
     FeedForwardParams,
     NormParams,
 )
-from moment_jax.nn import VisionTransformer
+from moment_jax.nn import DecoderBlock, EncoderBlock, VisionTransformer
 from moment_jax.posterior import (
     Factorized,
     FullNormal,
@@ -29,6 +30,7 @@ from moment_jax.posterior import (
     OutputShared,
     Point,
     Posterior,
+    Reshaped,
 )
 
 Array = jax.Array
@@ -199,6 +201,95 @@ def tiny_vision(**options: Any) -> VisionTransformer:
     options = {"num_blocks": 1, "hidden_features": 6, "activation": "relu", **options}
     sizes = {"image_size": 4, "patch_size": 2, "num_classes": 3, "num_features": 4, "num_heads": 2}
     return VisionTransformer(**{**sizes, "rngs": nnx.Rngs(0), **options})
+
+
+# Parameter groups and the trees of Flax's networks, as `nnx.to_pure_dict(nnx.state(net, nnx.Param))` and
+# `mj.Bayesian(net).beliefs` are. Leaves are arrays or beliefs.
+
+
+def in_shape(leaf: Any, shape: tuple[int, ...]) -> Any:
+    """An array or a belief in another shape."""
+    leaf = leaf.belief if isinstance(leaf, Reshaped) else leaf
+    if isinstance(leaf, Posterior) and not isinstance(leaf, Point | Factorized):
+        return leaf if leaf.shape == shape else Reshaped(leaf, shape)
+    return jax.tree.map(lambda a: a.reshape(shape), leaf)
+
+
+def param_tree(params: Any, num_heads: int = 1) -> dict[str, Any]:
+    """A parameter group as the tree of a Flax layer, or of a block of `mj.nn`."""
+    if isinstance(params, AttentionParams):
+        features, width = params.query.kernel.shape
+        split = num_heads, width // num_heads
+        tree = {
+            name: {
+                "kernel": in_shape(getattr(params, name).kernel, (features, *split)),
+                "bias": in_shape(getattr(params, name).bias, split),
+            }
+            for name in ("query", "key", "value")
+        }
+        kernel = in_shape(params.output.kernel, (*split, params.output.kernel.shape[1]))
+        return {**tree, "out": {"kernel": kernel, "bias": params.output.bias}}
+    if isinstance(params, FeedForwardParams):
+        return {name: param_tree(getattr(params, name)) for name in ("hidden", "output")}
+    fields = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    if isinstance(params, EncoderBlockParams | DecoderBlockParams):
+        feed_forward = param_tree(fields.pop("feed_forward"))
+        return {name: param_tree(p, num_heads) for name, p in fields.items()} | feed_forward
+    return fields
+
+
+def block_params(tree: dict[str, Any]) -> EncoderBlockParams:
+    """The way back: the parameters of an encoder block, with kernels of two axes."""
+
+    def dense(given: dict[str, Any], rows: int | None = None) -> DenseParams:
+        kernel, bias = given["kernel"], given["bias"]
+        size = math.prod(kernel.shape)
+        shape = (kernel.shape[0], size // kernel.shape[0]) if rows is None else (rows, size // rows)
+        return DenseParams(in_shape(kernel, shape), in_shape(bias, shape[1:]))
+
+    attention, out = tree["attention"], tree["attention"]["out"]
+    projections = (dense(attention[name]) for name in ("query", "key", "value"))
+    return EncoderBlockParams(
+        AttentionParams(*projections, dense(out, math.prod(out["kernel"].shape[:-1]))),
+        NormParams(**tree["norm1"]),
+        FeedForwardParams(dense(tree["hidden"]), dense(tree["output"])),
+        NormParams(**tree["norm2"]),
+    )
+
+
+def filled(network: Any, tree: Any) -> Any:
+    """The network, now with the arrays of a tree or of a parameter group; some may be missing."""
+    nnx.update(network, tree if isinstance(tree, dict) else param_tree(tree))
+    return network
+
+
+def plain_linear(arrays: DenseParams) -> nnx.Linear:
+    """Flax's dense layer with these arrays."""
+    return filled(nnx.Linear(*arrays.kernel.shape, rngs=nnx.Rngs(0)), arrays)
+
+
+def plain_norm(arrays: NormParams, epsilon: float = 1e-6) -> nnx.LayerNorm:
+    """Flax's layer normalisation with this gain and this bias."""
+    size = len(arrays.scale)
+    norm = nnx.LayerNorm(size, epsilon=epsilon, use_fast_variance=False, rngs=nnx.Rngs(0))
+    return filled(norm, arrays)
+
+
+def plain_attention(arrays: AttentionParams, num_heads: int) -> nnx.MultiHeadAttention:
+    """Flax's attention with these arrays."""
+    size = num_heads, len(arrays.query.kernel)
+    layer = nnx.MultiHeadAttention(*size, decode=False, rngs=nnx.Rngs(0))
+    return filled(layer, param_tree(arrays, num_heads))
+
+
+def plain_block(
+    arrays: EncoderBlockParams | DecoderBlockParams, num_heads: int, **options: Any
+) -> EncoderBlock | DecoderBlock:
+    """A plain block of `mj.nn` with these arrays; keywords are its options."""
+    make = EncoderBlock if isinstance(arrays, EncoderBlockParams) else DecoderBlock
+    features, hidden = arrays.feed_forward.hidden.kernel.shape
+    block = make(features, num_heads, hidden_features=hidden, rngs=nnx.Rngs(0), **options)
+    return filled(block, param_tree(arrays, num_heads))
 
 
 def scaled(params: Any, gain: float) -> Any:

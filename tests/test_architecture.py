@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "layers": {"xla", "covariance", "expectations", "posterior"},
     "propagation": {"xla", "covariance", "expectations", "posterior", "layers"},
     "objectives": {"xla", "covariance", "expectations", "posterior"},
-    "reference": {"xla", "covariance", "expectations", "posterior", "layers", "objectives"},
+    "reference": {"xla", "covariance", "posterior", "layers", "propagation", "objectives"},
     "discrete": {"xla", "covariance", "expectations", "layers", "objectives"},
     "decoding": {"covariance", "objectives", "discrete"},
     "nn": {

@@ -173,34 +173,44 @@ def test_masked_tokens_do_not_occur_and_a_sequence_without_tokens_finishes():
 
 
 class LanguageModel(nnx.Module):
-    """Embedding and positions, a causal encoder, tied logits."""
+    """Embedding and positions, a causal encoder, logits."""
 
     def __init__(self):
-        settings = {"relative_scale": 0.5, "structure": mj.Diagonal, "rngs": nnx.Rngs(3)}
-        self.tokens = mj.nn.Embedding(6, 4, **settings)
-        self.places = mj.nn.LearnedPositions(LENGTH + 2, 4, **settings)
-        self.encoder = mj.nn.Encoder(1, 4, 2, hidden_features=6, norm_first=True, **settings)
+        rngs = nnx.Rngs(3)
+        self.tokens = nnx.Embed(6, 4, rngs=rngs)
+        self.places = mj.nn.LearnedPositions(LENGTH + 2, 4, scale=1.0, rngs=rngs)
+        self.encoder = mj.nn.Encoder(1, 4, 2, hidden_features=6, norm_first=True, rngs=rngs)
+        self.head = nnx.Linear(4, 6, rngs=rngs)
 
     def __call__(self, ids):
-        causal = jnp.tril(jnp.ones((ids.size,) * 2, bool))
-        return self.tokens.attend(*self.encoder(*self.places(*self.tokens(ids)), causal))
+        causal = jnp.tril(jnp.ones((ids.shape[-1],) * 2, bool))
+        return self.head(self.encoder(self.places(self.tokens(ids)), causal))
 
 
-def test_each_token_follows_its_own_prefix():
-    """Of prompts of two tokens: one pass over what was decoded says the same.
+@pytest.mark.usefixtures("ranks_of_a_user")
+@pytest.mark.parametrize("batch_axes", [None, 0, 1])
+def test_each_token_follows_its_own_prefix(batch_axes):
+    """Of prompts of two tokens: one pass over what was decoded says the same; None is a plain network.
 
     That later tokens change nothing, in any structure, is tested in `tests/laws/test_blocks.py`.
     """
-    predictive = partial(log_class_probabilities, num_points=POINTS * 2)
+    predictive, model = partial(log_class_probabilities, num_points=POINTS * 2), LanguageModel()
+    if batch_axes is not None:
+        options = {"structure": mj.Diagonal, "batch_axes": batch_axes}
+        model = mj.Bayesian(model, relative_scale=0.5, **options)
 
     @nnx.jit
     @partial(nnx.vmap, in_axes=(None, 0))
     def decode(model, prompt):
         found = greedy(model, prompt, LENGTH, num_points=POINTS * 2)
-        mean, cov = model(jnp.concatenate([prompt, found.tokens[:-1]]))
-        return found, jax.vmap(predictive)(mean, cov.variance())[1:]
+        ids = jnp.concatenate([prompt, found.tokens[:-1]])
+        if batch_axes is None:
+            return found, jax.nn.log_softmax(model(ids))[1:]
+        logits = model(ids[None] if batch_axes else ids)
+        given = logits.mean.reshape(-1, 6), logits.variance.reshape(-1, 6)
+        return found, jax.vmap(predictive)(*given)[1:]
 
-    found, log_probs = decode(LanguageModel(), jnp.array([[1, 4], [5, 0]]))
+    found, log_probs = decode(model, jnp.array([[1, 4], [5, 0]]))
     np.testing.assert_array_equal(found.tokens, np.argmax(log_probs, axis=2))
     np.testing.assert_allclose(found.log_probs, np.max(log_probs, axis=2), rtol=1e-4)
 

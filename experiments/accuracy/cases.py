@@ -13,15 +13,18 @@ it; a negative one is an error, and so is a truth whose standard deviation is no
 import zipfile
 import zlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
+from jax import Array
 
 import moment_jax as mj
 from experiments.command_line import InputError
 
 DEFAULT_HEADS = 4
+EPSILON = 1e-5  # of the normalisations
 MLP, BLOCKS = "W0", "L0_Wq"  # the keys that tell the kinds apart
 BROKEN = OSError, EOFError, ValueError, AttributeError, zipfile.BadZipFile, zlib.error
 
@@ -33,17 +36,40 @@ class Truth(NamedTuple):
     sd: np.ndarray
 
 
+class Blocks(nnx.Module):
+    """Pre-norm blocks with exact GELU, and a head on the mean over tokens where there are classes."""
+
+    def __init__(
+        self, num_blocks: int, num_features: int, num_heads: int, hidden_features: int,
+        num_classes: int | None, *, rngs: nnx.Rngs,
+    ) -> None:  # fmt: skip
+        options: dict[str, Any] = {"norm_first": True, "activation": "gelu", "epsilon": EPSILON}
+        options |= {"hidden_features": hidden_features, "rngs": rngs}
+        self.blocks = nnx.List(
+            mj.nn.EncoderBlock(num_features, num_heads, **options) for _ in range(num_blocks)
+        )
+        head = None if num_classes is None else nnx.Linear(num_features, num_classes, rngs=rngs)
+        self.head: Any = nnx.data(head)
+
+    def __call__(self, x: Array, *, logits: bool = False) -> Array:
+        """The tokens, or the logits."""
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(axis=-2)) if logits else x
+
+
 class Case(NamedTuple):
     """A network of random weights, an input, and the sampled truth of the output."""
 
     name: str  # the file's
-    layers: list[mj.DenseParams]  # of an MLP
-    blocks: list[mj.EncoderBlockParams]  # of an encoder; one of the two is empty
-    num_heads: int  # of the blocks
-    head: mj.DenseParams | None  # certain dense layer on the mean over tokens, or None
+    model: mj.Bayesian  # of a `Blocks`, or of an MLP
     inputs: np.ndarray  # (N, T, D), T = 1 for an MLP; those whose truth is known
     truth: Truth  # of the output, (N, T, O)
-    logits: Truth | None  # truth of the head's output, (N, C), or None
+    logits: Truth | None  # truth of the head's output, (N, C); None where there is no head
+
+    def outputs(self, network: Any, x: Array) -> tuple[Any, Any]:
+        """Output and logits, or None, of the model or of a plain network like it."""
+        return network(x), None if self.logits is None else network(x, logits=True)
 
 
 def read_folder(folder: Path) -> list[Case]:
@@ -102,17 +128,22 @@ class _Reader:
             raise self.wrong(f"{name} holds NaN or infinity", "write finite numbers")
         return array
 
-    def belief(self, mean: np.ndarray, name: str) -> mj.posterior.Posterior:
-        """A belief with the standard deviations `name`; kernels are transposed to (in, out)."""
+    def belief(self, mean: np.ndarray, name: str, *shape: int) -> mj.posterior.Posterior:
+        """A belief with the standard deviations `name`.
+
+        Kernels are transposed to (in, out), and reshaped where a shape is given.
+        """
         sd = self.array(name, *mean.shape)
         if (sd < 0).any():
             raise self.wrong(
                 f"{name} holds a negative standard deviation ({sd.min():g})",
                 "write standard deviations, 0 for a certain weight",
             )
+        shape = shape or mean.T.shape
+        centre = jnp.asarray(mean.T.reshape(shape))
         if not sd.any():
-            return mj.posterior.Point(jnp.asarray(mean.T))
-        return mj.posterior.Factorized(jnp.asarray(mean.T), jnp.asarray(sd.T) ** 2)
+            return mj.posterior.Point(centre)
+        return mj.posterior.Factorized(centre, jnp.asarray(sd.T.reshape(shape)) ** 2)
 
     def truth(self, mean: str, sd: str, *shape: int | None, most: int) -> Truth:
         first = self.array(mean, *shape)
@@ -134,62 +165,72 @@ class _Reader:
         raise self.wrong(f"neither {MLP} nor {BLOCKS} is in it", "write an MLP's or a block's keys")
 
     def mlp(self) -> Case:
-        layers: list[mj.DenseParams] = []
         inputs = self.array("X", None, None)
-        width = inputs.shape[1]
+        layers: dict[int, Any] = {}
+        widths = [inputs.shape[1]]
         while f"W{len(layers)}" in self.arrays:
             i = len(layers)
-            layers.append(self.dense(f"W{i}", f"Ws{i}", f"b{i}", f"bs{i}", width))
-            width = layers[-1].kernel.shape[1]
-        truth = self.truth("mc_mean", "mc_std", None, width, most=len(inputs))
+            layers[i] = self.dense(f"W{i}", f"Ws{i}", f"b{i}", f"bs{i}", widths[-1])
+            widths.append(layers[i]["bias"].shape[0])
+        truth = self.truth("mc_mean", "mc_std", None, widths[-1], most=len(inputs))
         rows = inputs[: len(truth.mean), None, :]
         truth = Truth(*(part[:, None, :] for part in truth))
-        return Case(self.path.stem, layers, [], 0, None, rows, truth, None)
+        network = mj.nn.MLP(widths, rngs=nnx.Rngs(0))
+        model = mj.Bayesian(network, beliefs={"layers": layers})
+        return Case(self.path.stem, model, rows, truth, None)
 
     def encoder(self) -> Case:
         inputs = self.array("X", None, None, None)
         _, tokens, width = inputs.shape
         heads = int(self.array("heads")) if "heads" in self.arrays else DEFAULT_HEADS
-        blocks: list[mj.EncoderBlockParams] = []
-        while f"L{len(blocks)}_Wq" in self.arrays:
-            blocks.append(self.block(f"L{len(blocks)}_", width))
-        joined = blocks[0].attention.query.kernel.shape[1]
-        if heads < 1 or joined % heads:
+        if heads < 1 or width % heads:
             raise self.wrong(
-                f"{heads} heads do not divide a width of {joined}", "write `heads`, a divisor"
+                f"{heads} heads do not divide a width of {width}", "write `heads`, a divisor"
             )
+        beliefs: dict[str, Any] = {"blocks": {}}
+        while f"L{len(beliefs['blocks'])}_Wq" in self.arrays:
+            number = len(beliefs["blocks"])
+            beliefs["blocks"][number] = self.block(f"L{number}_", width, heads)
         truth = self.truth("mc_mean", "mc_std", None, tokens, width, most=len(inputs))
         rows = inputs[: len(truth.mean)]
-        head, logits = None, None
+        classes, logits = None, None
         if "head_W" in self.arrays:
             kernel = self.array("head_W", None, width)
-            certain = kernel.T, self.array("head_b", kernel.shape[0])
-            head = mj.DenseParams(*(mj.posterior.Point(jnp.asarray(part)) for part in certain))
-            logits = self.truth(
-                "logit_mean", "logit_std", *(len(rows), len(kernel)), most=len(rows)
-            )
-        return Case(self.path.stem, [], blocks, heads, head, rows, truth, logits)
+            classes = len(kernel)
+            bias = self.array("head_b", classes)
+            beliefs["head"] = {"kernel": jnp.asarray(kernel.T), "bias": jnp.asarray(bias)}
+            logits = self.truth("logit_mean", "logit_std", len(rows), classes, most=len(rows))
+        hidden = beliefs["blocks"][0]["hidden"]["bias"].shape[0]
+        sizes = len(beliefs["blocks"]), width, heads, hidden, classes
+        model = mj.Bayesian(Blocks(*sizes, rngs=nnx.Rngs(0)), beliefs=beliefs)
+        return Case(self.path.stem, model, rows, truth, logits)
 
     def dense(
-        self, mean: str, sd: str, bias: str, bias_sd: str, width: int, out: int | None = None
-    ) -> mj.DenseParams:
+        self, mean: str, sd: str, bias: str, bias_sd: str, width: int, out: int | None = None,
+        shape: tuple[int, ...] = (), bias_shape: tuple[int, ...] = (),
+    ) -> dict[str, Any]:  # fmt: skip
         kernel = self.array(mean, out, width)
         vector = self.array(bias, kernel.shape[0])
-        return mj.DenseParams(self.belief(kernel, sd), self.belief(vector, bias_sd))
+        return {
+            "kernel": self.belief(kernel, sd, *shape),
+            "bias": self.belief(vector, bias_sd, *bias_shape),
+        }
 
-    def block(self, prefix: str, width: int) -> mj.EncoderBlockParams:
-        def dense(name: str, into: int, out: int | None = None) -> mj.DenseParams:
+    def block(self, prefix: str, width: int, heads: int) -> dict[str, Any]:
+        def dense(name: str, into: int, out: int | None, *shapes: tuple[int, ...]) -> Any:
             weight, bias = f"{prefix}W{name}", f"{prefix}b{name}"
-            return self.dense(weight, f"{weight}_s", bias, f"{bias}_s", into, out)
+            return self.dense(weight, f"{weight}_s", bias, f"{bias}_s", into, out, *shapes)
 
-        def norm(name: str) -> mj.NormParams:
-            names = (f"{prefix}{name}_{part}" for part in "gb")
-            return mj.NormParams(*(self.belief(self.array(n, width), f"{n}_s") for n in names))
+        def norm(name: str) -> Any:
+            names = {"scale": f"{prefix}{name}_g", "bias": f"{prefix}{name}_b"}
+            return {k: self.belief(self.array(n, width), f"{n}_s") for k, n in names.items()}
 
-        query = dense("q", width)
-        joined = query.kernel.shape[1]
-        key, value = dense("k", width, joined), dense("v", width, joined)
-        attention = mj.AttentionParams(query, key, value, dense("o", joined, width))
-        hidden = dense("f1", width)
-        feed_forward = mj.FeedForwardParams(hidden, dense("f2", hidden.kernel.shape[1], width))
-        return mj.EncoderBlockParams(attention, norm("ln1"), feed_forward, norm("ln2"))
+        own = heads, width // heads
+        parts = {"query": "q", "key": "k", "value": "v"}
+        attention = {k: dense(n, width, width, (width, *own), own) for k, n in parts.items()}
+        attention["out"] = dense("o", width, width, (*own, width))
+        hidden = dense("f1", width, None)
+        return {
+            "attention": attention, "norm1": norm("ln1"), "hidden": hidden,
+            "output": dense("f2", hidden["bias"].shape[0], width), "norm2": norm("ln2"),
+        }  # fmt: skip

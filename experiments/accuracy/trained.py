@@ -6,8 +6,7 @@ every update and reparameterised; the embedding of the patches, the positions an
 so that the encoder's input is, as in the case files.
 """
 
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +16,9 @@ from flax import nnx
 from jax import Array
 
 import moment_jax as mj
-from experiments import data, draws
+from experiments import data
 from experiments.accuracy import passes
-from experiments.accuracy.cases import Case, Truth
+from experiments.accuracy.cases import Blocks, Case, Truth
 from experiments.data import Digits
 from experiments.networks import negative_elbo
 from experiments.training import Report, Task, clipped_adam, fit
@@ -34,96 +33,74 @@ START_SD = 0.02  # of every weight
 VECTOR_VARIANCE = 0.25  # of the prior of biases and gains
 
 
-class Weights(NamedTuple):
-    """All trained arrays."""
+class Classifier(nnx.Module):
+    """Patches and positions, certain, and blocks with random weights below a certain head."""
 
-    means: list[mj.EncoderBlockParams]  # of the blocks' weights
-    raws: list[mj.EncoderBlockParams]  # their sds before softplus
-    embed: Array  # (pixels, D)
-    position: Array  # (T, D)
-    head: tuple[Array, Array]  # (D, C) and (C,)
-
-    def blocks(self) -> Any:
-        """Beliefs about the blocks' weights."""
-        return jax.tree.map(
-            lambda mean, raw: mj.posterior.Factorized(mean, jax.nn.softplus(raw) ** 2),
-            self.means,
-            self.raws,
+    def __init__(self, seed: int) -> None:
+        rngs = nnx.Rngs(seed)
+        self.patches = mj.nn.Patches(PATCH_SIZE)
+        self.embed = nnx.Linear(PATCH_SIZE**2, NUM_FEATURES, use_bias=False, rngs=rngs)
+        size = (data.IMAGE_SIZE // PATCH_SIZE) ** 2, NUM_FEATURES
+        self.position = nnx.Param(0.5 * jax.random.normal(rngs.params(), size))
+        sizes = NUM_BLOCKS, NUM_FEATURES, NUM_HEADS, 4 * NUM_FEATURES, data.NUM_CLASSES
+        network = Blocks(*sizes, rngs=rngs)
+        beliefs = nnx.to_pure_dict(nnx.state(network, nnx.Param))
+        beliefs["blocks"] = jax.tree.map(
+            lambda w: mj.posterior.Factorized(w, jnp.full_like(w, START_SD**2)), beliefs["blocks"]
         )
+        self.model = mj.Bayesian(network, beliefs=beliefs)
 
     def embedded(self, images: Array) -> Array:
-        """The encoder's input, (N, T, D)."""
-        return mj.nn.Patches(PATCH_SIZE)(images) @ self.embed + self.position
+        """The blocks' input, (N, T, D)."""
+        return self.embed(self.patches(images)) + self.position[...]
+
+    def kl(self) -> Array:
+        """To N(0, 1 / fan_in) for kernels, N(start, 1/4) for biases and gains."""
+        normal, total = mj.posterior.GaussianPrior, jnp.zeros(())
+        for path, belief in self.model.owned.items():
+            prior = normal(float(path[-1] == "scale"), VECTOR_VARIANCE)
+            if path[-1] == "kernel":  # attention's are of heads, with D inputs each
+                own = belief.mean[...]
+                prior = normal(0.0, 1 / (own.shape[0] if own.ndim == 2 else NUM_FEATURES))
+            total += belief.posterior.kl(prior)
+        return total
 
 
 def cases(num_samples: int, seed: int) -> list[Case]:
     """Train each network, and sample the truth of the first test images."""
     digits, found = data.load(), []
     for name, kl_weight in NETWORKS.items():
-        trained = task(f"training {name}", kl_weight, digits)
-        weights = fit(trained, trained.start(initial(seed), jax.random.key(seed))).params
-        head = mj.DenseParams(*map(mj.posterior.Point, weights.head))
-        inputs = np.asarray(weights.embedded(jnp.asarray(digits.test.images[:NUM_INPUTS])))
+        graph, params = nnx.split(Classifier(seed))
+        trained = task(f"training {name}", kl_weight, digits, graph)
+        state = fit(trained, trained.start(params, jax.random.key(seed)))
+        classifier = trained.model(state.params)
+        inputs = np.asarray(classifier.embedded(jnp.asarray(digits.test.images[:NUM_INPUTS])))
         none = Truth(inputs, inputs)
-        case = Case(name, [], weights.blocks(), NUM_HEADS, head, inputs, none, none)
+        case = Case(name, classifier.model, inputs, none, none)
         output, logits = passes.sampled(case, num_samples, jax.random.key(seed + 1))()
         found.append(case._replace(truth=Truth(*output), logits=Truth(*logits)))
     return found
 
 
-def initial(seed: int) -> Weights:
-    """LeCun normal means, small spreads."""
-    rngs = nnx.Rngs(seed)
-    made = [mj.nn.EncoderBlock(NUM_FEATURES, NUM_HEADS, rngs=rngs) for _ in range(NUM_BLOCKS)]
-    means = [draws.means(block.params) for block in made]
-    raw = math.log(math.expm1(START_SD))
-
-    def normal(*shape: int, scale: float) -> Array:
-        return scale * jax.random.normal(rngs.params(), shape)
-
-    head = normal(NUM_FEATURES, data.NUM_CLASSES, scale=NUM_FEATURES**-0.5)
-    return Weights(
-        means,
-        jax.tree.map(lambda mean: jnp.full_like(mean, raw), means),
-        normal(PATCH_SIZE**2, NUM_FEATURES, scale=1 / PATCH_SIZE),
-        normal((data.IMAGE_SIZE // PATCH_SIZE) ** 2, NUM_FEATURES, scale=0.5),
-        (head, jnp.zeros(data.NUM_CLASSES)),
-    )
-
-
-def task(name: str, kl_weight: float, digits: Digits) -> Task:
+def task(name: str, kl_weight: float, digits: Digits, graph: Any) -> Task:
     """The negative sampled ELBO for each training image."""
     size = digits.train.labels.size
-    normal = mj.posterior.GaussianPrior
 
-    def kl(belief: Any, start: Array) -> Array:
-        """From N(0, 1 / fan_in) for kernels, N(start, 1/4) for biases and gains."""
-        prior = (
-            normal(0.0, 1 / start.shape[0]) if start.ndim == 2 else normal(start, VECTOR_VARIANCE)
-        )
-        return jnp.asarray(belief.kl(prior))
-
-    starts = initial(0).means
-
-    def loss(weights: Weights, key: Array, step: Array) -> tuple[Array, Report]:
+    def loss(classifier: Classifier, key: Array, step: Array) -> tuple[Array, Report]:
         order_key, shift_key, draw_key = jax.random.split(key, 3)
         images, labels = data.mini_batch(order_key, step, digits.train, BATCH)
         images = data.shifted(jax.random.fold_in(shift_key, step), images, digits.background)
-        blocks, inputs = weights.blocks(), weights.embedded(images)
+        inputs = classifier.embedded(images)
         parts = [part.reshape(DRAWS, -1, *part.shape[1:]) for part in (inputs, labels)]
 
         def fits(part: tuple[Array, Array, Array]) -> Array:
             draw, x, y = part
             own = jax.random.fold_in(jax.random.fold_in(draw_key, step), draw)
-            arrays = mj.posterior.sample_params(blocks, own)
-            x = passes.plain_blocks(arrays, NUM_HEADS, x).mean(axis=1)
-            logits = x @ weights.head[0] + weights.head[1]
+            logits = classifier.model.sample(own)(x, logits=True)
             return -optax.softmax_cross_entropy_with_integer_labels(logits, y)
 
         each = jax.lax.map(fits, (jnp.arange(DRAWS), *parts)).ravel()
-        terms = jax.tree.map(kl, blocks, starts, is_leaf=draws.is_belief)
-        total = sum(jax.tree.leaves(terms), jnp.zeros(()))
         weight = mj.objectives.kl_warmup(step, STEPS // 3, kl_weight)
-        return negative_elbo(each, total, size, weight)
+        return negative_elbo(each, classifier.kl(), size, weight)
 
-    return Task(name, loss, clipped_adam(LEARNING_RATE, STEPS), STEPS)
+    return Task(name, loss, clipped_adam(LEARNING_RATE, STEPS), STEPS, graph=graph)

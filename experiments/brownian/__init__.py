@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     out = writable_folder(args.run / "brownian" if args.out is None else args.out, "--out")
     rng = np.random.default_rng(args.seed)
     test = digits.test.part(rng.permutation(len(digits.test.labels))[: args.images])
-    plain: Any = network.mean_network()
+    plain = network.at_means()
     images = jnp.asarray(test.images)
     stream = residual_stream(plain, images)
     metrics = {
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     print(f"figures and metrics.json in {out}")
 
 
-def _attention(out: Path, plain: mj.nn.PlainVisionTransformer, digits: Digits) -> dict[str, Any]:
+def _attention(out: Path, plain: mj.nn.VisionTransformer, digits: Digits) -> dict[str, Any]:
     """The chain of every head of every block on the first image, and the figure of the first block."""
     image = digits.test.images[0]
     stream = residual_stream(plain, jnp.asarray(image)[None])
@@ -100,7 +100,7 @@ def _chain_figures(chain: jax.Array, law: jax.Array) -> dict[str, Any]:
 
 
 def _motion(
-    args: argparse.Namespace, out: Path, network: mj.nn.VisionTransformer, images: jax.Array,
+    args: argparse.Namespace, out: Path, network: mj.Bayesian, images: jax.Array,
     stream: jax.Array,
 ) -> dict[str, Any]:  # fmt: skip
     """Statistics of the steps, and the verdict."""
@@ -121,7 +121,7 @@ def _motion(
 
 
 def _heads(
-    args: argparse.Namespace, out: Path, network: mj.nn.VisionTransformer, digits: Digits,
+    args: argparse.Namespace, out: Path, network: mj.Bayesian, digits: Digits,
     test: Images, rng: np.random.Generator,
 ) -> dict[str, Any]:  # fmt: skip
     """Importance of the heads on training images, and the curve on test images."""

@@ -11,78 +11,66 @@ from flax import nnx
 from jax import Array
 
 import moment_jax as mj
-from experiments.brownian.stream import blocks_of, enter
+from experiments.brownian.stream import blocks_of
+
+PROJECTIONS = ("query", "key", "value")
 
 
-def mask_heads(params: mj.AttentionParams, kept: Array) -> mj.AttentionParams:
-    """Beliefs about attention with the queries, keys and values of heads outside `kept` set to zero.
-
-    A head enters the output through its values alone; queries and keys are taken out with them, because
-    some structures keep one token correlation for the queries of all heads. So the moments are those of
-    the module without the head. `kept` may be traced: one compiled pass serves all masks.
-
-    Args:
-      params: `Factorized` beliefs about attention, heads outermost in its kernels (D, H K).
-      kept: (H,) booleans, or zeros and ones.
-    """
-    kept = jnp.asarray(kept)
-    width = params.value.kernel.shape[1]
-    if kept.ndim != 1 or not kept.size or width % kept.size:
-        raise ValueError(
-            f"`mask_heads` needs one number for each head, H a divisor of {width}. Got "
-            f"{tuple(kept.shape)}."
+def heads_of(model: mj.Bayesian) -> list[int]:
+    """The number of heads of each block; TypeError of a model without logits."""
+    network = model.at_means()
+    owner = blocks_of(network)
+    if owner is network:
+        raise TypeError(
+            "A head's worth needs a model of logits, such as one of mj.nn.VisionTransformer. Got one of "
+            f"{model.name}."
         )
-
-    def scaled(belief: Any) -> mj.posterior.Factorized:
-        factor = jnp.repeat(kept.astype(belief.mean.dtype), width // kept.size)
-        factor = factor.reshape(*(1,) * (belief.mean.ndim - 1), -1)
-        return mj.posterior.Factorized(belief.mean * factor, belief.variance * factor**2)
-
-    query, key, value = (
-        mj.DenseParams(scaled(dense.kernel), None if dense.bias is None else scaled(dense.bias))
-        for dense in (params.query, params.key, params.value)
-    )
-    return mj.AttentionParams(query, key, value, params.output)
+    return [block.attention.num_heads for block in owner.blocks]
 
 
-def head_predictions(module: Any, inputs: Array, masks: np.ndarray) -> tuple[Array, Array]:
-    """Mean (M, N, C) and covariance (M, N, C, C) of the logits, under M masks of the heads.
+def attention_beliefs(model: mj.Bayesian, block: int) -> dict[tuple[str, str], mj.nn.Belief]:
+    """The beliefs about the attention of a block, such as that of ("query", "kernel")."""
+    owned = {path[-5:]: belief for path, belief in model.owned.items()}
+    return {p[-2:]: x for p, x in owned.items() if p[:-2] == ("blocks", block, "attention")}
+
+
+def head_predictions(model: mj.Bayesian, inputs: Array, masks: np.ndarray) -> mj.Moments:
+    """Moments (M, N, C) of the logits, under M masks of the heads.
+
+    A head that is left out has queries, keys and values of zero. It enters the output through its values
+    alone; queries and keys are taken out with them, because some structures keep one token correlation
+    for the queries of all heads. So the moments are those of the model without the head.
 
     Args:
-      module: a `VisionTransformer` of `mj.nn`.
+      model: of a `VisionTransformer` of `mj.nn`, with `Factorized` beliefs about attention.
       inputs: a batch (N, ...).
       masks: (M, heads of all blocks) booleans. One compiled pass serves all.
     """
-    if blocks_of(module) is module:
-        raise TypeError(
-            "`head_predictions` needs a module that gives logits, such as mj.nn.VisionTransformer. Got "
-            f"{type(module).__name__}."
-        )
-    total = sum(block.num_heads for block in module.encoder.blocks)
-    if np.shape(masks)[1:] != (total,):
+    heads = heads_of(model)
+    if np.shape(masks)[1:] != (sum(heads),):
         raise ValueError(
-            f"`head_predictions` needs masks (M, {total}), the heads of all blocks. Got "
+            f"`head_predictions` needs masks (M, {sum(heads)}), the heads of all blocks. Got "
             f"{np.shape(masks)}."
         )
-    return _masked_logits(*nnx.split(module), jnp.asarray(inputs), jnp.asarray(masks))
+    return _masked_logits(*nnx.split(model), jnp.asarray(inputs), jnp.asarray(masks), tuple(heads))
 
 
-@partial(jax.jit, static_argnums=0)
-def _masked_logits(graph: Any, state: Any, inputs: Array, masks: Array) -> tuple[Array, Array]:
-    module = nnx.merge(graph, state)
-    blocks, final_norm = module.encoder.params
-    ends = np.cumsum([block.num_heads for block in module.encoder.blocks])[:-1]
+@partial(jax.jit, static_argnums=(0, 4))
+def _masked_logits(
+    graph: Any, state: Any, inputs: Array, masks: Array, heads: tuple[int, ...]
+) -> mj.Moments:
+    def under(mask: Array) -> mj.Moments:
+        model: mj.Bayesian = nnx.merge(graph, state, copy=True)  # or it could not be changed here
+        for block, kept in enumerate(jnp.split(mask, np.cumsum(heads)[:-1])):
+            for (name, _), belief in attention_beliefs(model, block).items():
+                if name in PROJECTIONS:  # of heads (..., H, K)
+                    there, raw = kept[:, None], belief.raw["scale"]
+                    belief.mean.set_value(jnp.where(there, belief.mean[...], 0))
+                    raw.set_value(jnp.where(there, raw[...], -jnp.inf))
 
-    def under(mask: Array) -> tuple[Array, Array]:
-        masked = [
-            mj.EncoderBlockParams(mask_heads(b.attention, kept), b.norm1, b.feed_forward, b.norm2)
-            for b, kept in zip(blocks, jnp.split(mask, ends), strict=True)
-        ]
-
-        def logits(x: Array) -> tuple[Array, Array]:
-            mean, cov = module.encoder.moments(*enter(module, x), (masked, final_norm), None)
-            mean, cov = module.stages[-1].moments(mean, cov)
-            return mean[0], cov.token_blocks()[0]
+        def logits(x: Array) -> mj.Moments:
+            found = model(x[None])
+            return jax.tree.map(lambda part: part[0], found._replace(cov=found.features))
 
         return jax.lax.map(logits, inputs, batch_size=50)
 
@@ -99,7 +87,7 @@ class HeadImportance(NamedTuple):
 
 
 def head_importance(
-    module: Any, inputs: Array, labels: Array, *, dataset_size: int, kl_weight: float = 1.0
+    model: mj.Bayesian, inputs: Array, labels: Array, *, dataset_size: int, kl_weight: float = 1.0
 ) -> HeadImportance:
     """Importance of every head of a classifier, from the posterior.
 
@@ -107,28 +95,27 @@ def head_importance(
     and the divergences in closed form: no gradient stands in for the change.
 
     Args:
-      module: a `VisionTransformer` of `mj.nn`.
+      model: as for `head_predictions`.
       inputs: (N, ...); the training data, or a random part of it.
       labels: (N,) class indices.
       dataset_size: |D|; the data term is scaled by |D| / N.
-      kl_weight: the weight of the KL divergence that the module was trained with.
+      kl_weight: the weight of the KL divergence that the model was trained with.
     """
     count = int(jnp.shape(inputs)[0])
     if not 2 <= count <= dataset_size:
         raise ValueError(
             f"`head_importance` needs 2 <= N <= dataset_size. Got N={count} and {dataset_size}."
         )
-    blocks = blocks_of(module).blocks
-    heads = [block.num_heads for block in blocks]
+    heads = heads_of(model)
     every = np.eye(sum(heads) + 1, sum(heads), -1, dtype=bool)
-    means, covs = head_predictions(module, inputs, ~every)  # all heads, then without each
+    means, covs = head_predictions(model, inputs, ~every)  # all heads, then without each
     fit = partial(mj.objectives.expected_log_likelihood, mj.objectives.Categorical())
     fits = jax.jit(jax.vmap(jax.vmap(fit), (None, 0, 0)))(jnp.asarray(labels), means, covs)
     change = dataset_size * np.asarray(fits[1:] - fits[:1], np.float64)
     left_out = 1 - count / dataset_size  # of a finite data set: no error where it is all given
     error = change.std(axis=1, ddof=1) * (left_out / count) ** 0.5
     ends = np.cumsum(heads)[:-1]
-    saved = [_kl_of_heads(block.attention, h) for block, h in zip(blocks, heads, strict=True)]
+    saved = [_kl_of_heads(attention_beliefs(model, i), h) for i, h in enumerate(heads)]
     changes = np.split(change.mean(axis=1), ends)
     return HeadImportance(
         changes,
@@ -138,17 +125,17 @@ def head_importance(
     )
 
 
-def _kl_of_heads(layer: Any, num_heads: int) -> np.ndarray:
+def _kl_of_heads(attention: dict[tuple[str, str], mj.nn.Belief], num_heads: int) -> np.ndarray:
     """By how much the KL falls without each head: that of its own entries, for they are independent."""
     saved = np.zeros(num_heads)
-    beliefs = [(layer.out.kernel, 0)]
-    for dense in (layer.query, layer.key, layer.value):
-        beliefs += [(belief, -1) for belief in (dense.kernel, dense.bias) if belief is not None]
-    for belief, axis in beliefs:
-        whole, prior = belief.posterior, belief.prior
+    for path, belief in attention.items():
+        if path == ("out", "bias"):
+            continue
+        whole: Any = belief.posterior
+        axis = 0 if path[0] == "out" else -2
         mean, variance = (jnp.split(part, num_heads, axis) for part in (whole.mean, whole.variance))
         for head, own in enumerate(zip(mean, variance, strict=True)):
-            saved[head] += float(mj.posterior.Factorized(*own).kl(prior))
+            saved[head] += float(mj.posterior.Factorized(*own).kl(belief.prior))
     return saved
 
 
@@ -161,11 +148,13 @@ class HeadCurve(NamedTuple):
     order: list[tuple[int, int]]  # (block, head) pairs in the order in which they were removed
 
 
-def head_curve(module: Any, inputs: Array, labels: Any, worth: Sequence[np.ndarray]) -> HeadCurve:
+def head_curve(
+    model: mj.Bayesian, inputs: Array, labels: Any, worth: Sequence[np.ndarray]
+) -> HeadCurve:
     """Accuracy as heads are masked one after the other, the least important first.
 
     Args:
-      module: a `VisionTransformer` of `mj.nn`.
+      model: as for `head_predictions`.
       inputs: (N, ...), images that the worth was not computed from.
       labels: (N,) class indices.
       worth: for each block (H,), such as `-importance.elbo_change`.
@@ -174,7 +163,7 @@ def head_curve(module: Any, inputs: Array, labels: Any, worth: Sequence[np.ndarr
     removed = np.argsort(np.concatenate(worth), kind="stable")
     # The head in place k of this order is there in the first k + 1 masks.
     masks = np.argsort(removed) >= np.arange(len(pairs) + 1)[:, None]
-    means, covs = head_predictions(module, inputs, masks)
+    means, covs = head_predictions(model, inputs, masks)
     probabilities = jax.jit(jax.vmap(jax.vmap(mj.objectives.class_probabilities)))(means, covs)
     labels = jnp.asarray(labels)
     return HeadCurve(

@@ -12,16 +12,14 @@ import moment_jax as mj
 def residual_stream(module: Any, inputs: Array) -> Array:
     """Tokens before the first block and after every block: (L + 1, N, T, D).
 
-    The module is called once, with its blocks recorded. A Bayesian module of `mj.nn` is used at its
-    means.
+    The module is called once, with its blocks recorded. A `mj.Bayesian` is used at its means.
 
     Args:
       module: a callable with `blocks`, a sequence of callables whose first argument and output are the
-        tokens, each called once in that order; or with an `encoder` that has. A module of `mj.nn`, any
-        Flax NNX module.
+        tokens, each called once in that order; or with an `encoder` that has.
       inputs: what the module takes, with a leading batch axis N.
     """
-    network = module.mean_network() if hasattr(module, "mean_network") else module
+    network = module.at_means() if isinstance(module, mj.Bayesian) else module
     stream: list[Array] = []
     _recording(network, stream)(inputs)
     shapes = {tuple(jnp.shape(x)) for x in stream}
@@ -72,11 +70,3 @@ def _recording(network: Any, stream: list[Array]) -> Any:
     outer = copy.copy(network)
     object.__setattr__(outer, "encoder", watched)
     return outer
-
-
-def enter(module: Any, x: Array) -> tuple[Array, mj.Covariance]:
-    """Moments of the tokens that enter the first block, for one certain input."""
-    mean = module.sequence(x)
-    cov = module.settings.structure.zeros((mean.shape[0], mean.shape[1]), mean.dtype)
-    # What has an encoder has an embedding before it: its first stage.
-    return (mean, cov) if blocks_of(module) is module else module.stages[0].moments(mean, cov)

@@ -58,8 +58,8 @@ def train_all(trainer: Trainer, seeds: int, validation: Part, samples: int) -> d
         f"{count} plain, averaged logits": compared(logits, members, first.keys),
         "MC dropout": mc_dropout(first, validation, samples, tempered_nll),
     }
-    for name, wrt in LAPLACE.items():
-        result[name] = _laplace(first, plain, validation, wrt)
+    for name, random in LAPLACE.items():
+        result[name] = _laplace(first, plain, validation, random)
     learned = first.elbo(KL_WEIGHT, plain.params, "ELBO")
     learned = learned._replace(seconds=learned.seconds + plain.seconds)
     by_samples = methods.by_draws(network, draws.weights, samples)
@@ -96,33 +96,29 @@ def mc_dropout(
     return min(map(at, RATES), key=lambda method: score(method.predict, validation))
 
 
-def _laplace(trainer: Trainer, plain: Trained, validation: Part, wrt: Any) -> Compared:
+def _laplace(trainer: Trainer, plain: Trained, validation: Part, random: Any) -> Compared:
     """A Laplace approximation at the plain networks' weights, linearised.
 
     Each network's prior precision is that of the best validation NLL.
     """
     start = time.perf_counter()
-    beliefs, precisions = [], []
+    copies, precisions = [], []
     for seed in range(len(trainer.keys)):
         module = trainer.network.module(jax.tree.map(lambda leaf, i=seed: leaf[i], plain.params))
-        network = module.network(draws.means(module.params))
-        network.eval()
         given, held_out = (tuple(p[seed] for p in part) for part in (trainer.given, validation))
-        belief, receipt = mj.laplace(
-            network, mj.objectives.Categorical(), given, wrt=wrt, held_out=held_out, receipt=True
+        model, receipt = mj.laplace(
+            module.at_means(), mj.Categorical(), given, random=random, held_out=held_out, receipt=True
         )  # fmt: skip
-        beliefs.append(belief)
+        graph, state = nnx.split(model)
+        copies.append((state,))
         precisions.append(next(iter(receipt.prior_precision.values())))
 
-    def predict(belief: Any, images: Array) -> Array:
-        # A belief has all weights of its network.
-        mean, cov = mj.bayesian(network, belief, linearised=True)(images)
-        dense = jax.vmap(lambda c: c.to_dense())(cov).reshape(*mean.shape, mean.shape[-1])
-        return jax.vmap(mj.objectives.class_probabilities)(mean, dense)
+    def predict(state: Any, images: Array) -> Array:
+        probabilities: Array = nnx.merge(graph, state).predict(images).probs
+        return probabilities
 
     took = plain.seconds + (time.perf_counter() - start)
-    predictions = Answers(predict, [(belief,) for belief in beliefs])
-    return Compared(predictions, took, {"prior_precision": precisions})
+    return Compared(Answers(predict, copies), took, {"prior_precision": precisions})
 
 
 def nll(predict: Answer, part: Part) -> float:

@@ -93,7 +93,7 @@ class Trainer:
         """Cross-entropy of networks that `kind` draws around the means, with weight decay."""
 
         def logits(params: Params, key: Array, inputs: Array) -> Array:
-            draw = kind(self.network.module(params).params)
+            draw = kind(self.network.module(params).beliefs)
             return self.network.drawn_logits(draw, params, key, inputs, groups)
 
         return self._means(logits, label)
@@ -105,7 +105,7 @@ class Trainer:
         def loss(params: Params, given: Any, key: Array, step: Array) -> Array:
             key, inputs, labels = self._batch(given, key)
             params = _faster(params, SPEED)
-            beliefs = network.module(params).params
+            beliefs = network.module(params).beliefs
             outputs = network.drawn_logits(draws.weights(beliefs), params, key, inputs, GROUPS)
             weight = mj.objectives.kl_warmup(step, steps // 3, kl_weight)
             penalty = weight * draws.learned_prior_kl(beliefs) / given[1].size
@@ -213,7 +213,7 @@ def by_draws(network: BayesianNetwork, kind: Callable[[Any], draws.Draw], count:
     """The average softmax of `count` drawn networks."""
 
     def predict(params: Params, key: Array, inputs: Array) -> Array:
-        draw = kind(network.module(params).params)
+        draw = kind(network.module(params).beliefs)
         logits = network.many_logits(draw, params, key, inputs, count)
         return jax.nn.softmax(logits).mean(axis=0)
 

@@ -69,12 +69,11 @@ def _train(
         validation[task.name] = float(state.best.score)
         seconds[task.name] = time.perf_counter() - start
 
-    bayesian = models.bayesian_autoencoder(args.structure, args.seed)
     training, steps = models.TRANSFORMER, args.plain_steps
     task = models.plain_task(TRANSFORMER, images, training, steps, size)
     # Its updates are cheap: one checkpoint halfway.
-    train(bayesian.mean_network(), task, training._asdict(), max(1, steps // 2))
-    bayesian.load(networks[TRANSFORMER])
+    train(models.autoencoder(args.seed), task, training._asdict(), max(1, steps // 2))
+    bayesian = models.bayesian_autoencoder(networks[TRANSFORMER], args.structure)
     settings = {name: getattr(args, name) for name in ("kl_weight", "structure", "plain_steps")}
     task = models.bayesian_task(BAYESIAN, images, args.steps, size, args.kl_weight)
     train(bayesian, task, settings, SAVE_EVERY)

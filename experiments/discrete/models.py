@@ -51,24 +51,20 @@ def load() -> Binary:
     return Binary(train, validation, test)
 
 
-def bayesian_autoencoder(structure: str, seed: int) -> mj.nn.DiscreteAutoencoder:
-    """A Bayesian Transformer autoencoder, its prior scales learned."""
-    return mj.nn.DiscreteAutoencoder(
-        image_size=data.IMAGE_SIZE,
-        patch_size=PATCH_SIZE,
-        num_codes=NUM_CODES,
-        num_features=NUM_FEATURES,
-        num_heads=NUM_HEADS,
-        num_encoder_blocks=NUM_BLOCKS,
-        num_decoder_blocks=NUM_BLOCKS,
-        hidden_features=HIDDEN_FEATURES,
-        activation="relu",
-        likelihood=mj.objectives.Bernoulli(),
-        rngs=nnx.Rngs(seed),
-        structure=mj.STRUCTURES[structure],
-        learn_prior=True,
-        **BELIEF,
-    )
+def autoencoder(seed: int) -> mj.nn.DiscreteAutoencoder:
+    """The plain Transformer autoencoder."""
+    return mj.nn.DiscreteAutoencoder.transformers(
+        image_size=data.IMAGE_SIZE, patch_size=PATCH_SIZE, num_codes=NUM_CODES,
+        num_features=NUM_FEATURES, num_heads=NUM_HEADS, num_encoder_blocks=NUM_BLOCKS,
+        num_decoder_blocks=NUM_BLOCKS, hidden_features=HIDDEN_FEATURES, rngs=nnx.Rngs(seed),
+    )  # fmt: skip
+
+
+def bayesian_autoencoder(
+    plain: mj.nn.DiscreteAutoencoder, structure: str
+) -> mj.nn.DiscreteAutoencoder:
+    """The same with all weights random, its prior scales learned."""
+    return plain.bayesian(structure=mj.STRUCTURES[structure], learn_prior=True, **BELIEF)
 
 
 def _batch(images: np.ndarray, size: int, key: Array, step: Array) -> tuple[Array, Array]:

@@ -1,6 +1,6 @@
 """Negative ELBOs with hard codes, and how many codes are in use."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,24 +37,20 @@ class Scores(NamedTuple):
         }
 
 
-def score(network: Any, images: np.ndarray, key: Array, num_draws: int) -> Scores:
+def score(
+    network: mj.nn.DiscreteAutoencoder, images: np.ndarray, key: Array, num_draws: int
+) -> Scores:
     """The negative ELBO of images by exact draws of hard codes; by moments where weights are random."""
-    target = network.patches(jnp.asarray(images))
+    target = network.cut(jnp.asarray(images))
     log_probs = jax.jit(network.code_log_probs)(jnp.asarray(images))
-    num_codes, likelihood = log_probs.shape[-1], network.likelihood
 
     @jax.jit
     def draw(key: Array) -> tuple[Array, Array]:
         codes = mj.discrete.gumbel_max(key, log_probs)
-        found = network.decode(jax.nn.one_hot(codes, num_codes))
-        if isinstance(network, mj.nn.DiscreteAutoencoder):
-            decoded = found[0], jax.vmap(lambda c: c.variance())(found[1])
-        else:
-            decoded = found, jnp.zeros_like(found)
-        fits = jax.vmap(mj.objectives.expected_log_likelihood, (None, 0, 0, 0))
-        return codes, -fits(likelihood, target, *decoded)
+        z = jax.nn.one_hot(codes, network.num_codes)
+        return codes, -network.log_likelihood(target, network.decode(z))
 
     drawn = [draw(jax.random.fold_in(key, i)) for i in range(num_draws)]
     code_kl = np.asarray(mj.discrete.categorical_kl(log_probs).sum(axis=-1))
     fit = np.mean([loss for _, loss in drawn], axis=0)
-    return Scores(fit, code_kl, np.asarray(drawn[-1][0]), num_codes)
+    return Scores(fit, code_kl, np.asarray(drawn[-1][0]), network.num_codes)

@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -25,50 +24,24 @@ STRENGTHS = (4.0, 16.0, 64.0, 256.0, 1024.0)  # C of the logistic regression
 NUM_FEATURES, NUM_HEADS, HIDDEN_FEATURES, RELATIVE_SCALE = 64, 4, 128, 0.05
 
 
-class PlainTextClassifier(nnx.Module):
-    """The deterministic network of one draw of the weights, of Flax's own layers."""
+class TextClassifier(nnx.Module):
+    """Embedding and learned positions -> pre-norm encoder -> mean over the words -> linear head.
 
-    def __init__(
-        self, embed: nnx.Embed, positions: Any, encoder: mj.nn.PlainEncoder, head: nnx.Linear
-    ) -> None:
-        self.embed, self.positions, self.encoder, self.head = embed, positions, encoder, head
+    Padding has no influence.
+    """
+
+    def __init__(self, num_ids: int, length: int, num_classes: int, *, rngs: nnx.Rngs) -> None:
+        self.embed = nnx.Embed(num_ids, NUM_FEATURES, rngs=rngs)
+        self.positions = mj.nn.LearnedPositions(length, NUM_FEATURES, rngs=rngs)
+        blocks: Any = {"hidden_features": HIDDEN_FEATURES, "norm_first": True, "activation": "gelu"}
+        self.encoder = mj.nn.Encoder(1, NUM_FEATURES, NUM_HEADS, rngs=rngs, **blocks)
+        self.head = nnx.Linear(NUM_FEATURES, num_classes, rngs=rngs)
 
     def __call__(self, ids: Array) -> Array:
         """Ids (N, T) -> logits (N, C)."""
         valid = ids != PADDING
-        x = self.encoder(self.positions(self.embed(ids)), valid[:, None, None, :])
+        x = self.encoder(self.positions(self.embed(ids)), mask=valid[:, None, None, :])
         return self.head(jnp.mean(x, axis=1, where=valid[:, :, None]))
-
-
-class TextClassifier(mj.nn.Composite):
-    """Embedding and learned positions -> pre-norm encoder -> mean over the words -> linear head.
-
-    All weights are random; padding has no influence.
-    """
-
-    parts = ("embed", "positions", "encoder", "head")
-    plain_type = PlainTextClassifier
-
-    def __init__(
-        self, num_ids: int, length: int, num_classes: int, *, rngs: nnx.Rngs, **settings: Any
-    ) -> None:
-        self.embed = mj.nn.Embedding(num_ids, NUM_FEATURES, rngs=rngs, **settings)
-        self.positions = mj.nn.LearnedPositions(length, NUM_FEATURES, rngs=rngs, **settings)
-        blocks = {"hidden_features": HIDDEN_FEATURES, "norm_first": True, "activation": "gelu"}
-        self.encoder = mj.nn.Encoder(1, NUM_FEATURES, NUM_HEADS, rngs=rngs, **settings | blocks)
-        self.head = mj.nn.Dense(NUM_FEATURES, num_classes, rngs=rngs, **settings)
-
-    def __call__(self, ids: Array) -> tuple[Array, Array]:
-        """Ids (N, T) -> mean (N, C) and covariance (N, C, C) of the logits."""
-        valid = ids != PADDING
-        mean, cov = self.encoder(*self.positions(*self.embed(ids)), valid=valid)
-        return jax.vmap(self._logits)(mean, cov, valid)
-
-    def _logits(self, mean: Array, cov: mj.Covariance, valid: Array) -> tuple[Array, Array]:
-        pooled, pooled_cov = mj.mean_pool(mean, cov, valid)
-        features = mj.Full(pooled_cov.token_blocks()[:, :, None])  # one row: all of it is kept
-        logits, logit_cov = mj.dense(pooled, features, self.head.params)
-        return logits[0], logit_cov.token_blocks()[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +52,15 @@ class TextNetwork(BayesianNetwork):
     length: int
     num_classes: int
 
-    def build(self, key: Array) -> TextClassifier:
-        """A new module."""
+    def build(self, key: Array) -> mj.Bayesian:
+        """A new model, all weights random."""
         sizes = self.num_ids, self.length, self.num_classes
-        own: dict[str, Any] = {"structure": mj.STRUCTURES[self.structure], "rngs": nnx.Rngs(key)}
-        return TextClassifier(*sizes, relative_scale=RELATIVE_SCALE, **own)
+        network = TextClassifier(*sizes, rngs=nnx.Rngs(key))
+        options: Any = {
+            "structure": mj.STRUCTURES[self.structure],
+            "relative_scale": RELATIVE_SCALE,
+        }
+        return mj.Bayesian(network, mj.Categorical(), **options)
 
 
 def logistic_regression(given: IntentSet) -> Compared:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -79,9 +80,7 @@ def autoencoder() -> OptimizerTask:
 def transformer() -> OptimizerTask:
     """(b) The plain vision Transformer on digits; cross-entropy."""
     sizes = {"patch_size": 2, "num_blocks": 2, "num_features": 64, "hidden_features": 256}
-    return _classification(
-        "transformer", lambda seed: vision_transformer(seed, **sizes).mean_network()
-    )
+    return _classification("transformer", partial(vision_transformer, **sizes))
 
 
 class AttentionBlock(nnx.Module):

@@ -100,7 +100,7 @@ def measure(
         record: Record = {"shape": shape._asdict(), "structure": name, "part": part, "kind": kind}
         records[name] = record | {"status": "ok"}
         arguments = partial(parts.arguments_of, name, PARTS[part], shape)
-        function = KINDS[kind](parts.forward_of(name, PARTS[part], shape.heads))
+        function = KINDS[kind](parts.forward_of(name, PARTS[part], shape))
         try:
             shapes = jax.eval_shape(arguments)
             # The compiler itself ends the process where a size overflows.

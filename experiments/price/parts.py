@@ -1,7 +1,6 @@
 """The programs of `price`: an encoder block and its layers, plain, sampled, and as moments."""
 
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -10,12 +9,9 @@ from flax import nnx
 from jax import Array
 
 import moment_jax as mj
-from experiments import draws
 
 PLAIN, SAMPLED = "plain", "sampled"
 NETWORKS = 32  # that one call of SAMPLED draws
-GELU = mj.nn.find_activation("gelu").plain
-EPSILON = 1e-6  # of the normalisations: the layers' default
 
 
 class Shape(NamedTuple):
@@ -30,66 +26,49 @@ class Shape(NamedTuple):
         return f"T {self.tokens}, D {self.features}, {self.heads} heads, batch {self.batch}"
 
 
-class Part(NamedTuple):
-    """A block or a layer."""
+Part = Callable[[Shape, nnx.Rngs], nnx.Module]
+"""A plain network (batch, T, D) -> (batch, T, D)."""
 
-    params: Callable[[Any], Any]  # its beliefs, of a block's
-    moments: Callable[[Array, Any, Any, int], tuple[Array, Any]]
-    """(mean, cov, beliefs, heads) of one sequence -> (mean, cov)."""
-    plain: Callable[[Any, int], nnx.Module]
-    """(Arrays in place of the beliefs, heads) -> a Flax module, of a batch."""
-
-
-PARTS = {
-    "block": Part(
-        lambda block: block,
-        lambda mean, cov, p, heads: mj.encoder_block(
-            mean, cov, p, num_heads=heads, norm_first=True, activation=mj.gelu
-        ),
-        lambda p, heads: mj.nn.PlainEncoderBlock(
-            p, num_heads=heads, norm_first=True, activation=GELU, epsilon=EPSILON
-        ),
+PARTS: dict[str, Part] = {
+    "block": lambda shape, rngs: mj.nn.EncoderBlock(
+        shape.features, shape.heads, norm_first=True, activation="gelu", rngs=rngs
     ),
-    "attention": Part(
-        attrgetter("attention"),
-        lambda mean, cov, p, heads: mj.attention(mean, cov, p, num_heads=heads),
-        mj.nn.plain_attention,
+    "attention": lambda shape, rngs: nnx.MultiHeadAttention(
+        shape.heads, shape.features, decode=False, rngs=rngs
     ),
-    "feed-forward": Part(
-        attrgetter("feed_forward"),
-        lambda mean, cov, p, heads: mj.feed_forward(mean, cov, p, activation=mj.gelu),
-        lambda p, heads: mj.nn.PlainMLP([*map(mj.nn.plain_linear, (p.hidden, p.output))], GELU),
+    "feed-forward": lambda shape, rngs: mj.nn.MLP(
+        [shape.features, 4 * shape.features, shape.features], activation="gelu", rngs=rngs
     ),
-    "layer norm": Part(
-        attrgetter("norm1"),
-        lambda mean, cov, p, heads: mj.layer_norm(mean, cov, p),
-        lambda p, heads: mj.nn.plain_norm(p, p.scale.size, EPSILON),
+    "layer norm": lambda shape, rngs: nnx.LayerNorm(
+        shape.features, use_fast_variance=False, rngs=rngs
     ),
-    "dense": Part(
-        attrgetter("attention.query"),
-        lambda mean, cov, p, heads: mj.dense(mean, cov, p),
-        lambda p, heads: mj.nn.plain_linear(p),
-    ),
+    "dense": lambda shape, rngs: nnx.Linear(shape.features, shape.features, rngs=rngs),
 }
 
 
-def forward_of(name: str, part: Part, heads: int) -> Callable[..., Any]:
+def model_of(name: str, part: Part, shape: Shape) -> Any:
+    """The plain network, or `mj.Bayesian` of it, in the structure of this name."""
+    network = part(shape, nnx.Rngs(0))
+    if name == PLAIN:
+        return network
+    return mj.Bayesian(network, structure=mj.STRUCTURES.get(name, mj.Separable))
+
+
+def forward_of(name: str, part: Part, shape: Shape) -> Callable[..., Any]:
     """Outputs, or mean and covariance, of a batch: a function of what `arguments_of` gives.
 
     `name` is a structure's, `PLAIN`, or `SAMPLED`: `NETWORKS` plain networks drawn from the beliefs.
     """
+    graph, _ = nnx.split(nnx.eval_shape(lambda: model_of(name, part, shape)))
 
-    def plain(arrays: Any, x: Array) -> Array:
-        module: Any = part.plain(arrays, heads)
-        return module(x)
+    def forward(params: Any, *inputs: Any) -> Any:
+        model = nnx.merge(graph, params)
+        if name != SAMPLED:
+            return model(inputs if len(inputs) > 1 else inputs[0])
+        keys = jax.random.split(jax.random.key(0), NETWORKS)
+        return jax.lax.map(lambda key: model.sample(key)(*inputs), keys, batch_size=8)
 
-    def sampled(params: Any, x: Array) -> Array:
-        return draws.many(plain, draws.weights(params), jax.random.key(0), x, NETWORKS)
-
-    def moments(params: Any, mean: Array, cov: Any) -> Any:
-        return jax.vmap(lambda mean, cov: part.moments(mean, cov, params, heads))(mean, cov)
-
-    return {PLAIN: plain, SAMPLED: sampled}.get(name, moments)
+    return forward
 
 
 def gradient_of(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,15 +86,8 @@ def arguments_of(name: str, part: Part, shape: Shape) -> tuple[Any, ...]:
 
     That is what a dense layer leaves.
     """
-    block = mj.nn.EncoderBlock(shape.features, shape.heads, rngs=nnx.Rngs(0)).params
-    params = part.params(block)
+    params = nnx.state(model_of(name, part, shape))
     x = jax.random.normal(jax.random.key(1), (shape.batch, shape.tokens, shape.features))
     if name in (PLAIN, SAMPLED):
-        return draws.means(params) if name == PLAIN else params, x
-    structure = mj.STRUCTURES[name]
-
-    @jax.jit
-    def inputs(layer: mj.DenseParams, x: Array) -> mj.Covariance:
-        return jax.vmap(lambda x: mj.dense(x, structure.zeros(x.shape), layer)[1])(x)
-
-    return params, x, inputs(block.attention.query, x)
+        return params, x
+    return params, x, nnx.jit(model_of(name, PARTS["dense"], shape))(x).cov

@@ -107,11 +107,12 @@ def _free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def encoder(structure: type[mj.Covariance]) -> mj.nn.Encoder:
-    """One block of eight heads, which eight devices may share."""
-    belief: dict[str, Any] = {"structure": structure, "relative_scale": 0.3, "dtype": jnp.float64}
-    blocks = {"hidden_features": HIDDEN_FEATURES, "norm_first": True}
-    return mj.nn.Encoder(1, NUM_FEATURES, NUM_HEADS, rngs=nnx.Rngs(0), **belief | blocks)
+def encoder(structure: type[mj.Covariance]) -> mj.Bayesian:
+    """One block of eight heads, which eight devices may share; in float64."""
+    blocks: Any = {"hidden_features": HIDDEN_FEATURES, "norm_first": True}
+    network = mj.nn.Encoder(1, NUM_FEATURES, NUM_HEADS, rngs=nnx.Rngs(0), **blocks)
+    nnx.update(network, jax.tree.map(lambda x: x.astype(jnp.float64), nnx.state(network)))
+    return mj.Bayesian(network, structure=structure, relative_scale=0.3)
 
 
 def case(structure: type[mj.Covariance], mesh: Mesh | None) -> dict[str, Array]:
@@ -133,9 +134,8 @@ def case(structure: type[mj.Covariance], mesh: Mesh | None) -> dict[str, Array]:
     @nnx.jit
     def step(model: Any, optimizer: Any, x: Array) -> Any:
         def loss(model: Any) -> Any:
-            start = jax.vmap(lambda m: structure.zeros((m.shape[0], m.shape[1]), m.dtype))(x)
-            mean, cov = laid(*model(*laid(x, start)))
-            variance = jax.vmap(lambda one: one.variance())(cov)
+            mean, cov = laid(*model(x))
+            variance = mj.Moments(mean, cov).variance
             value = jnp.mean(mean**2) + jnp.mean(variance) + 1e-3 * model.kl()
             return value, (mean, variance)
 

@@ -45,7 +45,8 @@ def predictive() -> Callable[[Array], Array]:
         num_blocks=1,
         rngs=nnx.Rngs(0),
     )
-    return jax.jit(lambda images: jax.vmap(mj.objectives.class_probabilities)(*network(images)))
+    model = mj.Bayesian(network, mj.Categorical())
+    return jax.jit(lambda images: model.likelihood(model(images)).probs)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -41,7 +41,8 @@ PAUSE = 0.03  # seconds after an update of the check, as if the network were lar
 
 def make() -> Any:
     """The network."""
-    return mj.nn.MLP([FEATURES, 16, 1], rngs=nnx.Rngs(0), structure=mj.Diagonal)
+    network = mj.nn.MLP([FEATURES, 16, 1], rngs=nnx.Rngs(0))
+    return mj.Bayesian(network, mj.Gaussian(), structure=mj.Diagonal)
 
 
 GRAPH = nnx.graphdef(nnx.eval_shape(make))
@@ -64,16 +65,10 @@ def update(state: dict[str, Any], step: Array) -> tuple[dict[str, Any], Array]:
     """One step of Adam; the batch depends on the key and the number of the step alone."""
     x, y = data()
     rows = jax.random.randint(jax.random.fold_in(state["key"], step), (BATCH,), 0, ROWS)
-    likelihood = mj.objectives.Gaussian(0.1)
 
     def loss(params: Any) -> Array:
-        network = nnx.merge(GRAPH, params)
-        given = x[rows][:, None, :]
-        mean, cov = network(given, jax.vmap(lambda one: mj.Diagonal.zeros(one.shape))(given))
-        variance = jax.vmap(lambda one: one.variance())(cov)
-        fit = jax.vmap(partial(mj.objectives.expected_log_likelihood, likelihood))
-        fits = fit(y[rows][:, None], mean[:, 0], variance[:, 0])
-        return -mj.objectives.elbo(fits, network.kl(), dataset_size=ROWS) / ROWS
+        model: mj.Bayesian = nnx.merge(GRAPH, params)
+        return -model.elbo(x[rows], y[rows], dataset_size=ROWS)
 
     value, gradient = jax.value_and_grad(loss)(state["params"])
     changes, optimizer = ADAM.update(gradient, state["optimizer"])

@@ -1,8 +1,8 @@
 """Part `tpu`: a train step of ViT-B/16 in moments, compiled ahead of time for a pod of TPU v5e.
 
 Patches of images, a pre-norm encoder, the mean over the tokens, a linear head; `Diagonal`, float32,
-parameters and Adam's state split over all chips. The blocks are one module whose arrays have a leading
-axis, over which the pass scans, so one block is compiled; it is recomputed in the backward pass.
+parameters and Adam's state split over all chips. The arrays of the blocks are stacked, and the pass
+scans over them, so one block is compiled; it is recomputed in the backward pass.
 """
 
 import argparse
@@ -47,38 +47,14 @@ NUM_BLOCKS, NUM_FEATURES, NUM_HEADS, NUM_CLASSES, PATCH, SIDE = 12, 768, 12, 100
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
-class Classifier(mj.nn.BayesianModule):
+def classifier() -> mj.Bayesian:
     """ViT-B/16 with all weights random; no class token, the mean over the tokens is its place."""
-
-    def __init__(self, *, rngs: nnx.Rngs, **settings: Any) -> None:
-        tokens = (SIDE // PATCH) ** 2
-        self.patches = mj.nn.Patches(PATCH, 3)
-        self.embed = mj.nn.Dense(3 * PATCH**2, NUM_FEATURES, rngs=rngs, **settings)
-        self.positions = mj.nn.LearnedPositions(tokens, NUM_FEATURES, rngs=rngs, **settings)
-
-        @nnx.vmap
-        def stacked(rngs: nnx.Rngs) -> mj.nn.EncoderBlock:
-            options = {"norm_first": True, "activation": "gelu", "rngs": rngs, **settings}
-            return mj.nn.EncoderBlock(NUM_FEATURES, NUM_HEADS, **options)
-
-        self.blocks: Any = stacked(rngs.split(NUM_BLOCKS))
-        self.norm = mj.nn.LayerNorm(NUM_FEATURES, **settings)
-        self.head = mj.nn.Dense(NUM_FEATURES, NUM_CLASSES, rngs=rngs, **settings)
-
-    def __call__(self, images: Array, mesh: Mesh) -> tuple[Array, Array]:
-        """Images (N, 224, 224, 3) -> means and variances (N, C) of the logits."""
-        graph, blocks = nnx.split(self.blocks)
-
-        @jax.checkpoint
-        def through(moments: Any, block: Any) -> Any:
-            mean, cov = nnx.merge(graph, block)(*moments)
-            return mj.parallel.constrain(mean, cov, mesh), None
-
-        start = self.positions(*mj.parallel.constrain(*self.embed(self.patches(images)), mesh))
-        mean, cov = jax.lax.scan(through, mj.parallel.constrain(*start, mesh), blocks)[0]
-        pooled, pooled_cov = jax.vmap(mj.mean_pool)(*self.norm(mean, cov))
-        logits, logit_cov = self.head(pooled, pooled_cov)
-        return logits[:, 0], jax.vmap(lambda one: one.variance())(logit_cov)[:, 0]
+    network = mj.nn.VisionTransformer(
+        image_size=SIDE, patch_size=PATCH, channels=3, num_classes=NUM_CLASSES,
+        num_features=NUM_FEATURES, num_heads=NUM_HEADS, num_blocks=NUM_BLOCKS,
+        scan=True, remat=True, rngs=nnx.Rngs(0),
+    )  # fmt: skip
+    return mj.Bayesian(network, mj.Categorical(), structure=mj.Diagonal)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -102,20 +78,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def compile_step(mesh: Mesh) -> tuple[jax.stages.Compiled, int]:
     """Adam's step on the negative ELBO for a mesh whose devices need not be here, and its batch."""
-
-    def make() -> Classifier:
-        return Classifier(rngs=nnx.Rngs(0), structure=mj.Diagonal)
-
-    graph, params = nnx.split(nnx.eval_shape(make))
+    graph, params = nnx.split(nnx.eval_shape(classifier))
     optimizer, sizes = optax.adam(1e-3), dict(mesh.shape)
 
     def step(params: Any, state: Any, images: Array, labels: Array) -> Any:
         def loss(params: Any) -> Array:
-            network = nnx.merge(graph, params)
+            model: mj.Bayesian = nnx.merge(graph, params)
+            logits = model(images)
             # The closed bound: with 1,000 classes a cubature would cost more than the network.
             fit = jax.vmap(mj.objectives.expected_log_likelihood_bound)
-            fits = fit(labels, *network(images, mesh))
-            return -mj.objectives.elbo(fits, network.kl(), dataset_size=DATASET_SIZE) / DATASET_SIZE
+            fits = fit(labels, logits.mean, logits.variance)
+            return -mj.objectives.elbo(fits, model.kl(), dataset_size=DATASET_SIZE) / DATASET_SIZE
 
         value, gradient = jax.value_and_grad(loss)(params)
         updates, state = optimizer.update(gradient, state, params)
@@ -126,15 +99,14 @@ def compile_step(mesh: Mesh) -> tuple[jax.stages.Compiled, int]:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
 
     def placed(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        """By the rules of `mj.parallel`, below the axis of the blocks."""
+        """By the rules of `mj.parallel`."""
         key = jax.tree_util
         names = [
             part.key if isinstance(part, key.DictKey) else part.idx
             for part in path
             if isinstance(part, key.DictKey | key.SequenceKey)  # no fields of Python objects
         ]
-        lead = (None,) * ("blocks" in names)
-        return laid(leaf, *lead, *mj.parallel.partition_spec(names, leaf.shape[len(lead) :], sizes))
+        return laid(leaf, *mj.parallel.partition_spec(names, leaf.shape, sizes))
 
     state = params, jax.eval_shape(optimizer.init, params)
     batch = PER_ROW * sizes["data"]

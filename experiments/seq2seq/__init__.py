@@ -17,9 +17,9 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-from flax import nnx
 from matplotlib.axes import Axes
 
+import moment_jax as mj
 from experiments.checkpoints import run_folder
 from experiments.command_line import Parser
 from experiments.figures import BAYES, STYLE, Figure, plt, save
@@ -28,7 +28,7 @@ from experiments.seq2seq import baselines, data
 from experiments.seq2seq import training as forecast_training
 from experiments.seq2seq.baselines import LEVELS, Forecast, seasonal_naive
 from experiments.seq2seq.data import DAY, START, Parts, Windows, tokens
-from experiments.seq2seq.forecaster import Forecaster
+from experiments.seq2seq.forecaster import bayesian_forecaster
 from experiments.training import fit_network
 
 NETWORK = "Bayesian Transformer"
@@ -98,14 +98,15 @@ def _baselines(parts: Parts) -> tuple[dict[str, Both], float]:
     return each, fit.alpha
 
 
-def _train(args: argparse.Namespace, parts: Parts, scale: float) -> Forecaster:
+def _train(args: argparse.Namespace, parts: Parts, scale: float) -> mj.Bayesian:
     train, validation = tokens(parts.train, scale), tokens(parts.validation, scale)
-    network = Forecaster(args.structure, train.target_calendar.shape[-1], nnx.Rngs(args.seed))
+    network = bayesian_forecaster(args.structure, train.target_calendar.shape[-1], args.seed)
     size = min(args.batch_size, len(train.correction))
     options = {"num_steps": args.steps, "batch_size": size, "kl_weight": args.kl_weight}
     task = forecast_training.task(train, validation, **options)
-    settings = {"structure": args.structure, **options}
-    return fit_network(task, network, args, "", settings, args.seed + 1, SAVE_EVERY)[0]
+    saved = args, "", {"structure": args.structure, **options}, args.seed + 1, SAVE_EVERY
+    trained: mj.Bayesian = fit_network(task, network, *saved)[0]
+    return trained
 
 
 def _figure(part: Windows, forecast: Forecast, shown: np.ndarray) -> Figure:

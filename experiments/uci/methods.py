@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array
 
 import moment_jax as mj
@@ -88,10 +87,10 @@ class Method:
     name: str
     candidates: Sequence[dict[str, float]]  # settings to choose from
     penalty: Callable[[Any, Setting, Array], Array]
-    """(module, setting, share of the KL's weight) -> the penalty of all weights."""
+    """(model, setting, share of the KL's weight) -> the penalty of all weights."""
     draw: Callable[[Any, Setting], draws.Draw] | None = None  # None: by moments
     beliefs: Callable[[Any, Setting], Any] = lambda module, setting: module
-    """(module, setting) -> the module whose moments are taken."""
+    """(model, setting) -> the model whose moments are taken."""
 
     def loss(
         self, network: Perceptron, params: Params, setting: Setting, key: Array,
@@ -101,15 +100,15 @@ class Method:
         (x, y), module, log_noise = batch, network.module(params), params["log_noise"]
         if self.draw is not None:
             draw = self.draw(module, setting)
-            outputs = draws.outputs(network.outputs(module), draw, key, x, GROUPS)
+            outputs = draws.outputs(draws.function_of(module.at_means()), draw, key, x, GROUPS)
             fits = log_likelihood(outputs, y, log_noise)
         else:
-            moments = network.moments(self.beliefs(module, setting), x)
+            moments = self.beliefs(module, setting)(x)
             likelihood: mj.objectives.Likelihood = mj.objectives.HeteroscedasticGaussian()
             if network.num_outputs == 1:
                 likelihood = mj.objectives.Gaussian(jnp.exp(log_noise))
             of_row = jax.vmap(partial(mj.objectives.expected_log_likelihood, likelihood))
-            fits = of_row(y[:, None], *moments)
+            fits = of_row(y[:, None], moments.mean, moments.features)
         return self.penalty(module, setting, share) / num_rows - fits.mean()
 
     def predict(
@@ -120,10 +119,10 @@ class Method:
         # The factor alone where the network gives the noise variance.
         noise = factor if network.num_outputs == 2 else factor * jnp.exp(params["log_noise"])
         if self.draw is None:
-            moments = network.moments(self.beliefs(module, setting), x)
-            return of_moments(*moments, noise)
+            moments = self.beliefs(module, setting)(x)
+            return of_moments(moments.mean, moments.features, noise)
         draw = self.draw(module, setting)
-        outputs = draws.many(network.outputs(module), draw, key, x, NUM_DRAWS)
+        outputs = draws.many(draws.function_of(module.at_means()), draw, key, x, NUM_DRAWS)
         return of_draws(outputs, noise)
 
 
@@ -131,13 +130,13 @@ def kl(module: Any, setting: Setting, share: Array) -> Array:
     """The KL to priors of the setting's standard deviation, or to learned ones."""
     sd = setting["prior_sd"]
     prior = mj.posterior.GaussianPrior(variance=jnp.where(sd == 0, 1.0, sd) ** 2)
-    fixed = sum((b.kl(prior) for b in draws.beliefs(module.params)), jnp.zeros(()))
-    return share * jnp.where(sd == 0, draws.learned_prior_kl(module.params), fixed)
+    fixed = sum((b.kl(prior) for b in draws.beliefs(module.beliefs)), jnp.zeros(()))
+    return share * jnp.where(sd == 0, draws.learned_prior_kl(module.beliefs), fixed)
 
 
 def decay(module: Any, factor: Array) -> Array:
     """Weight decay of the means, from the first update on."""
-    squares = (jnp.sum(belief.mean**2) for belief in draws.beliefs(module.params))
+    squares = (jnp.sum(belief.mean**2) for belief in draws.beliefs(module.beliefs))
     return factor * sum(squares, jnp.zeros(())) / 2
 
 
@@ -147,11 +146,10 @@ def relative(module: Any, setting: Setting) -> Any:
     Variational dropout (Kingma et al., 2015): under a log-uniform prior the KL depends on the share
     alone, which validation rows choose; and the decay of the means, a Gaussian prior of theirs.
     """
-    for _, node in nnx.iter_graph(module):
-        if isinstance(node, mj.nn.Belief):
-            mean = node.mean[...]
-            size = jnp.maximum(jnp.abs(mean) if mean.ndim == 2 else 0 * mean, LEAST)
-            node.raw["scale"].set_value(jnp.log(jnp.expm1(setting["spread"] * size)))
+    for belief in module.owned.values():
+        mean = belief.mean[...]
+        size = jnp.maximum(jnp.abs(mean) if mean.ndim == 2 else 0 * mean, LEAST)
+        belief.raw["scale"].set_value(jnp.log(jnp.expm1(setting["spread"] * size)))
     return module
 
 
@@ -167,7 +165,7 @@ METHODS = {
         "MC dropout",
         [{"rate": rate} for rate in RATES],
         lambda module, setting, share: decay(module, DECAY * (1 - setting["rate"])),
-        draw=lambda module, setting: draws.dropout(module.params, setting["rate"]),
+        draw=lambda module, setting: draws.dropout(module.beliefs, setting["rate"]),
     ),
 }
 """By the names that the command line takes."""

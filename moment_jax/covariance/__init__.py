@@ -2,7 +2,6 @@
 
 | type | keeps | numbers |
 |---|---|---|
-| `Certain` | nothing: x is known | 0 |
 | `Diagonal` | variances | T D |
 | `Separable` | variances, a token Gram matrix, a feature Gram matrix | T D + T^2 + D^2 |
 | `Full` | everything | T^2 D^2 |
@@ -10,10 +9,10 @@
 """
 
 from moment_jax.covariance.base import Covariance
-from moment_jax.covariance.certain import Certain
 from moment_jax.covariance.diagonal import Diagonal
 from moment_jax.covariance.fields import register_fields
 from moment_jax.covariance.full import Full
+from moment_jax.covariance.moments import Moments
 from moment_jax.covariance.separable import Separable
 
 STRUCTURES: dict[str, type[Covariance]] = {

@@ -11,7 +11,8 @@ The methods here are that law, at the price of `Full`. A structure overrides wha
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import jax
@@ -46,13 +47,25 @@ class RandomKernel(Protocol):
         ...
 
 
+def over_batch(query: Callable[[Any], Array]) -> Callable[[Any], Array]:
+    """The query of every covariance in a batch, whose fields have leading axes as under `jax.vmap`."""
+
+    @functools.wraps(query)
+    def of_each(self: Any) -> Array:
+        batched = jax.tree.leaves(self)[0].ndim > self.num_axes
+        return jax.vmap(of_each)(self) if batched else query(self)
+
+    return of_each
+
+
 class Covariance(abc.ABC):
     """Covariance of a (T, D) array: T tokens in rows, D features in columns.
 
     A subclass is a frozen pytree dataclass (`mj.register_fields`) that defines `project`, from a dense
     covariance, and `to_dense`, back. Everything else then works, layers included, under `jit`, `vmap`,
     `grad` and `scan`. Constructors check shapes (also while tracing) and known variances; no other
-    method checks values. `variance`, `sd` and `shape` keep leading batch axes, as under `jax.vmap`.
+    method checks values. Queries (`variance`, `sd`, `shape`, `to_dense`, `token_blocks`, `token_gram`)
+    keep leading batch axes, as under `jax.vmap`; `num_axes` is the rank of the first field without any.
 
     Assumes that projections of covariances are positive semidefinite.
 
@@ -79,12 +92,14 @@ class Covariance(abc.ABC):
     """
 
     num_axes: ClassVar[int] = 2  # axes of the first field, without a batch
-    # For sharding: each field's feature axis, and the fields whose first axis is tokens.
+    # For sharding: each field's feature axis.
     feature_axes: ClassVar[Mapping[str, int]] = {}
-    token_fields: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        for name in ("to_dense", "token_blocks", "token_gram"):
+            if name in vars(cls):
+                setattr(cls, name, over_batch(vars(cls)[name]))
         needed = "project", "to_dense"
         missing = [k for k in needed if getattr(getattr(cls, k), "__isabstractmethod__", False)]
         if missing:
@@ -103,7 +118,7 @@ class Covariance(abc.ABC):
 
     @abc.abstractmethod
     def to_dense(self) -> Array:
-        """Cov[x_td, x_se] as a (T, D, T, D) array, for tests and small problems."""
+        """Cov[x_td, x_se] as a (..., T, D, T, D) array, for tests and small problems."""
 
     # -- constructors and queries -----------------------------------------------------------------
 
@@ -153,12 +168,17 @@ class Covariance(abc.ABC):
         return safe_sqrt(self.variance())
 
     def token_blocks(self) -> Array:
-        """Each token's own feature covariance Cov[x_td, x_te], (T, D, D)."""
-        return jnp.einsum("tdte->tde", self.to_dense())
+        """Each token's own feature covariance Cov[x_td, x_te], (..., T, D, D)."""
+        return jnp.einsum("...tdte->...tde", self.to_dense())
 
     def token_gram(self) -> Array:
-        """sum_d Cov[x_td, x_sd], (T, T)."""
-        return jnp.einsum("tdsd->ts", self.to_dense())
+        """sum_d Cov[x_td, x_sd], (..., T, T)."""
+        return jnp.einsum("...tdsd->...ts", self.to_dense())
+
+    def at_landmarks(self, count: int | None) -> Self:
+        """The same covariance, where a structure keeps what tokens share at landmark tokens alone."""
+        del count
+        return self
 
     # -- linear maps ------------------------------------------------------------------------------
 

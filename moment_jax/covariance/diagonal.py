@@ -38,7 +38,6 @@ class Diagonal(Covariance):
     variances: Array
 
     feature_axes: ClassVar[Mapping[str, int]] = {"variances": 1}
-    token_fields: ClassVar[frozenset[str]] = frozenset({"variances"})
 
     def __post_init__(self) -> None:
         call = "Diagonal(variances)"

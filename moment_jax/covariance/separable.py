@@ -100,7 +100,6 @@ class Separable(Covariance):
     pool: Array
 
     feature_axes: ClassVar[Mapping[str, int]] = {"variances": 1, "features": 0}
-    token_fields: ClassVar[frozenset[str]] = frozenset({"variances", "tokens", "pool"})
 
     def __post_init__(self) -> None:
         call = "Separable(variances, tokens, features, pool)"
@@ -197,6 +196,14 @@ class Separable(Covariance):
 
     def token_gram(self) -> Array:
         return whole(self.tokens)
+
+    def at_landmarks(self, count: int | None) -> Self:
+        """The token Gram matrix at this many landmarks, as for `zeros`, unless it has them already."""
+        count = num_landmarks(type(self).__name__, self.shape[0], count)
+        if isinstance(self.tokens, TokenGram) or count == self.shape[0]:
+            return self
+        tokens = at_landmarks(self.tokens, count)
+        return self.unchecked(self.variances, tokens, self.features, self.pool)
 
     def pooled(self, pool: Array) -> Self:
         """The same covariance, its feature Gram matrix from now on that of sum_t pool_t x_t.
@@ -349,6 +356,11 @@ class Separable(Covariance):
             features = definite(features)
             tokens = tokens if isinstance(tokens, TokenGram) else definite(tokens)
         return self.unchecked(variances, tokens, features, self.pool)
+
+
+def agreeing(features: Array, tokens: Tokens, pool: Array) -> Array:
+    """C with the trace that the token Gram matrix says, p^T G p."""
+    return features * safe_divide(pulled(pool, tokens) @ pool, jnp.sum(diagonal_of(features)))
 
 
 def started(

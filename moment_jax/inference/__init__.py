@@ -1,6 +1,6 @@
 """From data to beliefs: Laplace approximations of trained networks, and training by the ELBO."""
 
-from moment_jax.inference.fitting import Fitted, fit
+from moment_jax.inference.fitting import FitReceipt, fit
 from moment_jax.inference.laplace_approximation import LaplaceReceipt, laplace
 
-__all__ = ["Fitted", "LaplaceReceipt", "fit", "laplace"]
+__all__ = ["FitReceipt", "LaplaceReceipt", "fit", "laplace"]

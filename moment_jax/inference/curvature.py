@@ -1,6 +1,7 @@
 """The generalised Gauss-Newton matrix of a model on data, from the exact Jacobian of its outputs."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from moment_jax import objectives
+from moment_jax.covariance import Full, Moments
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian
 
 Frame = tuple[nnx.State, nnx.State]  # the random weights, and the rest of the model's state
@@ -25,26 +26,15 @@ def by_path(tree: Any) -> Arrays:
     return {"/".join(map(str, path)): x for path, x in flat.items() if x is not None}
 
 
-def root_columns(likelihood: type, outputs: Array, columns: Array) -> Array:
+def root_columns(likelihood: Any, outputs: Array, columns: Array) -> Array:
     """Columns (N, R, C) of a root of the Hessian of -log p in outputs (N, R, C), at noise variance 1."""
     one = jax.nn.one_hot(columns, outputs.shape[-1], dtype=outputs.dtype)[None]
-    if likelihood is Categorical:
+    if isinstance(likelihood, Categorical):
         p = jax.nn.softmax(outputs)
         return jnp.sqrt(jnp.sum(one * p, axis=-1, keepdims=True)) * (one - p)
-    if likelihood is Bernoulli:
+    if isinstance(likelihood, Bernoulli):
         return one * jnp.sqrt(jax.nn.sigmoid(outputs) * jax.nn.sigmoid(-outputs))
     return jnp.broadcast_to(one, outputs.shape)
-
-
-def log_density(likelihood: type, noise: Array, target: Array, mean: Array, cov: Array) -> Array:
-    """Log predictive density of one target, for outputs N(mean, cov) of shape (C,)."""
-    if likelihood is Categorical:
-        return objectives.log_marginal(Categorical(), target, mean, cov)
-    if likelihood is Gaussian:
-        return objectives.log_marginal(Gaussian(noise), target.astype(mean.dtype), mean, cov)
-    variance = jnp.maximum(jnp.diagonal(cov), 0)
-    yes, no = (objectives.bernoulli_probabilities(x, variance) for x in (mean, -mean))
-    return jnp.sum(target * jnp.log(yes) + (1 - target) * jnp.log(no))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +42,10 @@ class Curvature:
     """Sums over examples, at noise variance 1. The model's arrays are arguments of compiled programs."""
 
     graph: Any  # of the model
-    likelihood: type
+    likelihood: Any  # without noise
     shapes: tuple[tuple[str, tuple[int, int]], ...]  # every array as a matrix (in, out), by path
     rows: int  # of the Jacobian at once, of all examples together
-
-    def call(self, frame: Frame, inputs: Any) -> Any:
-        """The model on new variables, which it may write to while traced."""
-        model: Any = nnx.merge(self.graph, *jax.tree.map(lambda x: x, frame), copy=True)
-        return model(*inputs)
+    count: int  # outputs of one example
 
     @partial(jax.jit, static_argnums=0)
     def outputs(self, frame: Frame, _: Array, inputs: Any) -> Array:
@@ -91,8 +77,8 @@ class Curvature:
         """Log predictive density of the linearised network with each of Q posteriors, (Q,)."""
         outputs, gradients = self._jacobian(frame, data[0])
         size, tokens, classes = outputs.shape
-        axes = (size, tokens) if self.likelihood is Categorical else outputs.shape
-        targets = data[1].reshape(axes)
+        labels = isinstance(self.likelihood, Categorical)
+        targets = data[1].reshape(outputs.shape[:2] if labels else outputs.shape)
 
         def of_tokens(chosen: Array) -> Array:
             at = jnp.zeros((size, len(chosen), tokens, classes, classes), outputs.dtype)
@@ -107,15 +93,18 @@ class Curvature:
                     jnp.einsum("nrck,k,nrdk->nrcd", x, posterior[0][p].ravel(), x)
                     for p, x in turned.items()
                 )
-                of = jax.vmap(jax.vmap(partial(log_density, self.likelihood, posterior[1])))
-                return jnp.sum(jnp.where(valid, of(targets[:, chosen], outputs[:, chosen], cov), 0))
+                of = Gaussian(posterior[1]) if self.likelihood == Gaussian() else self.likelihood
+                moments = Moments(outputs[:, chosen], Full(cov[:, :, None, :, None]))
+                return jnp.sum(jnp.where(valid, of(moments).log_prob(targets[:, chosen]), 0))
 
             return jax.lax.map(score, (variances, noise))
 
         return _summed(of_tokens, tokens, max(1, self.rows // classes))
 
     def _of_one(self, frame: Frame, one: Any) -> Array:
-        outputs = self.call(frame, jax.tree.map(lambda x: x[None], one))
+        # On new variables, which the model may write to while traced.
+        model: Any = nnx.merge(self.graph, *jax.tree.map(lambda x: x, frame), copy=True)
+        outputs = model(*(x[None] for x in one))
         wide = jnp.promote_types(outputs.dtype, jnp.float32)
         return outputs.reshape(-1, outputs.shape[-1]).astype(wide)
 
@@ -133,6 +122,26 @@ class Curvature:
             return {p: known[p].reshape(*lead, *shape).astype(dtype) for p, shape in self.shapes}
 
         return outputs, gradients
+
+    def spectrum(self, frame: Frame, inputs: Any, small: list[str]) -> tuple[Arrays, Arrays]:
+        """Bases of each array, and the matrix's diagonal in them, by path.
+
+        They are the eigenbases of the two partial traces for the paths in `small`, else None.
+        """
+        bases: Arrays = {path: () if path in small else None for path, _ in self.shapes}
+        squares = self.total(self.sums, frame, inputs, bases)
+        known = by_path(frame[0])
+        for path in small:
+            dtype = jnp.promote_types(known[path].dtype, jnp.float32)
+            bases[path] = tuple(jnp.asarray(np.linalg.eigh(x)[1], dtype) for x in squares[path])
+        if small:
+            squares |= self.total(self.sums, frame, inputs, {path: bases[path] for path in small})
+        return bases, squares
+
+    def total(self, fn: Any, frame: Frame, data: Any, *more: Any) -> Any:
+        """The sum of `fn` over batches."""
+        parts = self.batches(fn, frame, data, max(1, self.rows // self.count), *more)
+        return functools.reduce(functools.partial(jax.tree.map, np.add), parts)
 
     def batches(self, fn: Any, frame: Frame, data: Any, size: int, *more: Any) -> Iterator[Any]:
         """`fn` of batches, the last one filled up with examples of weight zero, in double precision."""

@@ -1,140 +1,133 @@
 """Checks of likelihoods and data, for `fit` and `laplace`."""
 
-from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from moment_jax.objectives import Categorical, Gaussian
+from moment_jax.nn.bayesian import inference_output
+from moment_jax.objectives import Bernoulli, Categorical, Gaussian
 
+KINDS = (Categorical, Bernoulli, Gaussian)
 Inputs = tuple[np.ndarray, ...]
-Data = tuple[Inputs, np.ndarray]
 
 
-def checked_likelihood(
-    caller: str, likelihood: Any, known: Sequence[type]
-) -> tuple[type, float | None]:
-    """The likelihood's type, and the noise variance if given."""
-    name = likelihood if isinstance(likelihood, type) else type(likelihood)
-    if name not in known:
-        names = " or ".join(one.__name__ for one in known)
+def checked_likelihood(caller: str, likelihood: Any) -> None:
+    """Raise unless it is one of `KINDS`, a Gaussian one with a number as its noise variance, or None."""
+    if not isinstance(likelihood, KINDS):
+        is_class = isinstance(likelihood, type) and likelihood in KINDS
         raise TypeError(
-            f"`{caller}` needs the likelihood {names} of mj.objectives. Got {likelihood!r}."
+            f"`{caller}` needs a likelihood, mj.Categorical(), mj.Bernoulli() or mj.Gaussian(). Got "
+            f"{likelihood!r}.{f' Use mj.{likelihood.__name__}().' if is_class else ''}"
         )
-    if name is not Gaussian or likelihood is Gaussian:
-        return name, None
-    if np.ndim(likelihood.noise_variance) or not 0 < float(likelihood.noise_variance) < np.inf:
+    noise = getattr(likelihood, "noise_variance", None)
+    if noise is not None and (np.ndim(noise) or not 0 < float(noise) < np.inf):
         raise ValueError(
-            f"`{caller}` needs one positive noise variance for all outputs, or the type Gaussian to "
-            f"estimate it. Got {likelihood.noise_variance}."
+            f"`{caller}` needs one positive noise variance for all outputs. Got {noise}. Use "
+            "mj.Gaussian() to estimate it."
         )
-    return name, float(likelihood.noise_variance)
 
 
-def examples(caller: str, data: Any) -> tuple[Inputs, Any]:
-    """Inputs as a tuple of arrays, and targets as given; checks the number of examples."""
+def check_positive(caller: str, **settings: Any) -> None:
+    """Raise unless these are positive numbers, or None."""
+    for name, value in settings.items():
+        number = np.asarray(1 if value is None else value)
+        if number.ndim or number.dtype.kind not in "iuf" or not 0 < number < np.inf:
+            raise ValueError(f"`{caller}` needs a positive number as {name}. Got {value!r}.")
+
+
+def checked_data(
+    caller: str, network: nnx.Module, likelihood: Any, data: Any, like: Inputs | None = None
+) -> tuple[Inputs, np.ndarray, tuple[int, ...]]:
+    """Inputs, targets and the shape of one example's output; checks the network's mode too.
+
+    Floating inputs come in the precision of the weights, single at least, real targets in double. `like`
+    are the inputs of the training, for held-out data.
+    """
     if not isinstance(data, tuple) or len(data) != 2:
         raise TypeError(
             f"`{caller}` needs data = (inputs, targets). Got {type(data).__name__}. Put several inputs "
             "in a tuple: ((x, mask), targets)."
         )
-    inputs = tuple(np.asarray(x) for x in (data[0] if isinstance(data[0], tuple) else data[:1]))
-    sizes = [len(x) for x in (*inputs, np.asarray(data[1])) if x.ndim]
-    if len(set(sizes)) != 1 or sizes[0] == 0 or np.ndim(data[1]) == 0:
+    kinds = [w.dtype for w in jax.tree.leaves(nnx.state(network, nnx.Param))]
+    dtype = jnp.result_type(jnp.float32, *(k for k in kinds if jnp.issubdtype(k, jnp.floating)))
+    given, y = data[0] if isinstance(data[0], tuple) else data[:1], np.asarray(data[1])
+    inputs = tuple(_checked_input(caller, np.asarray(x), dtype) for x in given)
+    sizes = [len(x) if x.ndim else 0 for x in (*inputs, y)]
+    if len(set(sizes)) != 1 or sizes[0] == 0:
         raise ValueError(
             f"`{caller}` needs as many inputs as targets, at least one. Got {sizes} examples."
         )
-    return inputs, data[1]
-
-
-def as_inputs(inputs: Any, like: Inputs | None = None) -> Inputs:
-    """The inputs as a tuple of arrays of one length: finite single-precision floats, or integers.
-
-    With `like`, the training inputs, they need the same number, shape and type.
-    """
-    given = inputs if isinstance(inputs, tuple) else (inputs,)
-    arrays = tuple(_as_input(np.asarray(x)) for x in given)
-    sizes = [len(x) if x.ndim else 0 for x in arrays]
-    if len(set(sizes)) != 1 or not all(sizes):
-        raise ValueError(f"`fit` needs one example or more of each input. Got {sizes} examples.")
-    if like is None:
-        return arrays
-    needed, got = ([x.shape[1:] for x in each] for each in (like, arrays))
-    if needed != got:
-        raise ValueError(
-            f"The model was trained on examples of shape {_listed(needed)}. Got {_listed(got)}. For "
-            "others, call mj.bayesian(fitted.model, fitted.posterior)."
-        )
-    cast = tuple(x.astype(known.dtype) for x, known in zip(arrays, like, strict=True))
-    if any((new != x).any() for new, x in zip(cast, arrays, strict=True)):
-        raise ValueError(
-            f"The model was trained on inputs of {_listed([x.dtype for x in like])}. Got "
-            f"{_listed([x.dtype for x in arrays])} with other values."
-        )
-    return cast
-
-
-def _as_input(x: np.ndarray) -> np.ndarray:
-    """Floats in single precision, integers that JAX can hold."""
-    floating = jnp.issubdtype(x.dtype, jnp.floating)
-    if not floating and x.dtype.kind not in "iub":
+    if like is not None:
+        needed, got = ([(x.shape[1:], x.dtype.name) for x in each] for each in (like, inputs))
+        cast = tuple(x.astype(known.dtype) for x, known in zip(inputs, like, strict=False))
+        if [x[0] for x in needed] != [x[0] for x in got] or any(
+            (new != x).any() for new, x in zip(cast, inputs, strict=True)
+        ):
+            raise ValueError(
+                f"`{caller}` needs held-out inputs like the others, {needed}. Got {got}."
+            )
+        inputs = cast
+    two = tuple(jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype) for x in inputs)
+    found = inference_output(caller, network, two, {})
+    shape: Any = getattr(found, "shape", ())
+    kind = getattr(found, "dtype", int)
+    if len(shape) < 2 or shape[0] != 2 or not jnp.issubdtype(kind, jnp.floating):
         raise TypeError(
-            f"`fit` needs inputs of numbers. Got {x.dtype}. Encode categories and missing values first."
+            f"`{caller}` needs a network that returns one array of real outputs (N, ..., C). Got, for 2 "
+            f"examples, {found}. Write a module that calls it and returns such an array."
+        )
+    return inputs, _checked_targets(caller, likelihood, y, (len(y), *shape[1:]), dtype), shape[1:]
+
+
+def _checked_input(caller: str, x: np.ndarray, dtype: Any) -> np.ndarray:
+    """Floats in this precision, integers that JAX can hold."""
+    floating = jnp.issubdtype(x.dtype, jnp.floating)
+    if not floating and x.dtype.kind not in "iubc":
+        raise TypeError(
+            f"`{caller}` needs inputs of numbers, an array (N, ...) or a tuple of them. Got {x.dtype}. "
+            "Encode categories and missing values; for other inputs, write a module that takes arrays."
         )
     with np.errstate(over="ignore"):
-        new = x.astype(np.float32) if floating else x
-    if floating and not np.isfinite(new).all():
+        new = x.astype(dtype) if floating else x
+    if not np.isfinite(new).all():
         raise ValueError(
-            "`fit` needs finite inputs, in single precision. Got NaN or infinity; fill or drop them."
+            f"`{caller}` needs finite inputs, in {dtype}. Got NaN or infinity; fill or drop them."
         )
     if x.dtype.kind in "iu" and x.dtype.itemsize == 8:
         new = x.astype(np.int32)
         if (new != x).any():
-            raise ValueError(f"`fit` needs integers of 32 bits. Got {x.min()} to {x.max()}.")
+            raise ValueError(f"`{caller}` needs integers of 32 bits. Got {x.min()} to {x.max()}.")
     return new
 
 
-def _listed(items: Any) -> str:
-    return ", ".join(map(str, items))
-
-
-def checked_data(data: Any, likelihood: type, num_outputs: int, like: Inputs | None = None) -> Data:
-    """Inputs and targets of one length: in single precision and, with `like`, as in training.
-
-    Targets are (N,) class integers, or (N, D) numbers.
-    """
-    given, targets = examples("fit", data)
-    inputs, y = as_inputs(given, like), np.asarray(targets)
-    if likelihood is Categorical:
-        if y.ndim != 1 or y.dtype.kind not in "iu" or (y.size and y.min() < 0):
-            fix = "np.unique(labels, return_inverse=True)[1]"
-            if y.ndim == 2:
-                fix = "labels[:, 0]" if y.shape[1] == 1 else "np.argmax(labels, axis=1)"
-            raise ValueError(
-                f"`fit` with Categorical needs targets (N,) of integers from 0. Got {y.dtype} of shape "
-                f"{y.shape}{f' from {y.min()}' if y.size and y.dtype.kind in 'iuf' else ''}. Use {fix}."
-            )
-        if y.size and y.max() >= num_outputs:
-            raise ValueError(
-                f"`fit` needs labels from 0 to {num_outputs - 1}, since the model has {num_outputs} "
-                f"outputs. Got {y.max()}. Give the model an output for every class."
-            )
-        return inputs, y.astype(np.int32)
-    y = y[:, None] if y.ndim == 1 else y
-    if y.ndim != 2 or y.dtype.kind not in "fiu":
-        raise ValueError(
-            f"`fit` with Gaussian needs targets (N,) or (N, D) of numbers. Got {y.dtype} of shape "
-            f"{np.shape(targets)}."
-        )
-    if y.shape[1] != num_outputs:
-        raise ValueError(
-            f"`fit` needs as many targets as the model has outputs, {num_outputs}. Got {y.shape[1]}."
-        )
+def _checked_targets(
+    caller: str, likelihood: Any, y: np.ndarray, outputs: tuple[int, ...], dtype: Any
+) -> np.ndarray:
+    """Targets that fit outputs of this shape: classes, or numbers finite in this precision."""
+    name, labels = type(likelihood).__name__, isinstance(likelihood, Categorical)
+    wanted, most = outputs, np.inf if isinstance(likelihood, Gaussian) else 1
+    if labels:
+        wanted, most = outputs[:-1], outputs[-1] - 1
+    elif y.shape == outputs[:-1] and outputs[-1] == 1:
+        y = y[..., None]
+    fits = y.shape == wanted and y.dtype.kind in ("iu" if labels else "fiub")
     with np.errstate(over="ignore"):
-        y = y.astype(np.float32)
-    if not np.isfinite(y).all():
-        raise ValueError(
-            "`fit` needs finite targets, in single precision. Got NaN or infinity; drop these rows."
-        )
-    return inputs, y
+        fits = fits and bool(np.isfinite(y.astype(dtype)).all() and y.max() <= most)
+    if fits and (most == np.inf or y.min() >= 0):
+        return y.astype(np.int32 if labels else np.float64)
+    came = f" from {y.min()} to {y.max()}" if y.dtype.kind in "fiub" else ""
+    mend = "Give the network one output for each target, and fill or drop missing values."
+    if labels and y.ndim == len(outputs):
+        mend = f"Use {'targets[..., 0]' if y.shape[-1] == 1 else 'np.argmax(targets, axis=-1)'}."
+    elif labels and y.dtype.kind in "iu" and y.min() >= 0:
+        mend = "Give the network an output for every class, and each output a class."
+    elif labels:
+        mend = "Use np.unique(targets, return_inverse=True)[1]."
+    within = f", finite in {dtype}" if most == np.inf else f" from 0 to {most}"
+    raise ValueError(
+        f"`{caller}` with {name} and outputs of shape {outputs} needs {'integer ' * labels}targets of "
+        f"shape {wanted}{within}. Got {y.dtype} of shape {y.shape}{came}. {mend}"
+    )

@@ -1,7 +1,7 @@
 """Moment transforms of layers: (mean, cov, params) -> (mean, cov) for one (T, D) sequence."""
 
-from moment_jax.covariance import Certain, Diagonal, Full, Separable
-from moment_jax.layers import certain, diagonal, full, separable
+from moment_jax.covariance import Diagonal, Full, Separable
+from moment_jax.layers import diagonal, full, separable
 from moment_jax.layers.attention import attention, cross_attention
 from moment_jax.layers.blocks import decoder_block, encoder_block
 from moment_jax.layers.dense import dense, matmul
@@ -15,14 +15,12 @@ from moment_jax.layers.params import (
     EncoderBlockParams,
     FeedForwardParams,
     NormParams,
-    at_means,
 )
 from moment_jax.layers.pool import mean_pool
 from moment_jax.layers.rules import RULES, Rules
 from moment_jax.layers.softmax import softmax
 
 RULES |= {
-    Certain: Rules(certain.norm, certain.attention, certain.feed_forward),
     Diagonal: Rules(diagonal.norm, diagonal.attention, diagonal.feed_forward),
     Full: Rules(full.norm, full.attention, full.feed_forward),
     Separable: Rules(separable.norm, separable.attention, separable.feed_forward),

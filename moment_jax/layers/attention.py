@@ -49,7 +49,6 @@ def attention(
 
     Raises:
       ValueError: if shapes do not fit or the heads do not divide the width.
-      TypeError: if `cov` is `Certain` and a parameter is not.
 
     Source: Transformer derivation, sections 4.2 to 4.4.
     """
@@ -93,8 +92,7 @@ def cross_attention(
 
     Raises:
       ValueError: if shapes do not fit or the heads do not divide the width.
-      TypeError: if the two covariances have different structures, or if they are `Certain` and a
-        parameter is not.
+      TypeError: if the two covariances have different structures.
 
     Source: Transformer derivation, sections 1.1 and 4.2 to 4.4.
     """

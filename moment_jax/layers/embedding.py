@@ -54,7 +54,7 @@ def embedding(
     if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
             f"`embedding` needs token ids of shape (T,), integers. Got {tuple(ids.shape)} of "
-            f"{ids.dtype}. For a batch, use jax.vmap, or the module mj.nn.Embedding."
+            f"{ids.dtype}. For a batch, use jax.vmap, or nnx.Embed in mj.Bayesian."
         )
     if ids.shape[0] == 0:
         raise ValueError("`embedding` needs at least one token. Got none. Drop empty sequences.")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax import expectations
-from moment_jax.covariance import Certain, Covariance, Diagonal
+from moment_jax.covariance import Covariance, Diagonal
 from moment_jax.layers.checks import check_kernel, check_moments, takes
 from moment_jax.layers.params import FeedForwardParams, S
 from moment_jax.layers.rules import Moments, rules_of
@@ -40,14 +40,14 @@ def relu(mean: Array, cov: S) -> tuple[Array, S]:
     Source: Transformer derivation, section 4.6; rectified-Gaussian moments.
     """
     check_moments("relu", mean, cov)
-    return _elementwise(mean, cov, jax.nn.relu, expectations.rectified)
+    return _elementwise(mean, cov, expectations.rectified)
 
 
 @materialized_inputs
 def gelu(mean: Array, cov: S) -> tuple[Array, S]:
     """Moments of x Phi(x), the exact GELU; arguments, results and assumptions as in `relu`."""
     check_moments("gelu", mean, cov)
-    return _elementwise(mean, cov, _plain_gelu, expectations.gelu)
+    return _elementwise(mean, cov, expectations.gelu)
 
 
 @materialized_inputs
@@ -66,20 +66,12 @@ def activation(mean: Array, cov: S, fn: Callable[[Array], Array]) -> tuple[Array
             f"`activation(mean, cov, fn)` needs a function of a scalar. Got {fn!r}. Use one such as "
             "jnp.tanh; mj.relu(mean, cov) and mj.gelu(mean, cov) transform moments themselves."
         )
-    moments = functools.partial(expectations.elementwise, fn)
-    return _elementwise(mean, cov, jax.vmap(jax.vmap(fn)), moments)
+    return _elementwise(mean, cov, functools.partial(expectations.elementwise, fn))
 
 
-def _elementwise(
-    mean: Array, cov: S, plain: Callable[[Array], Array], moments: Moments
-) -> tuple[Array, S]:
-    if isinstance(cov, Certain):
-        return plain(mean), cov
+def _elementwise(mean: Array, cov: S, moments: Moments) -> tuple[Array, S]:
     found = moments(mean, cov.variance())
     return found.mean, cov.elementwise(found)
-
-
-_plain_gelu = functools.partial(jax.nn.gelu, approximate=False)
 
 
 @materialized_inputs
@@ -115,12 +107,7 @@ def fed_forward(
     check_moments("feed_forward", mean, cov)
     check_kernel("feed_forward", mean.shape[1], params.hidden.kernel)
     check_kernel("feed_forward", params.hidden.kernel.shape[1], params.output.kernel)
-
-    def plain(x: Array) -> Array:
-        return activation(x, Certain.zeros((len(x), x.shape[1]), x.dtype))[0]
-
-    given: Any = plain if isinstance(cov, Certain) else moments_of(activation)
-    return rules_of(cov).feed_forward(mean, cov, cross, params, given)
+    return rules_of(cov).feed_forward(mean, cov, cross, params, moments_of(activation))
 
 
 def moments_of(transform: Activation) -> Moments:

@@ -38,7 +38,6 @@ def layer_norm(
 
     Raises:
       ValueError: if shapes do not fit, or order is neither 1 nor 2.
-      TypeError: if `cov` is `Certain` and a parameter is not.
 
     Source: Transformer derivation, section 4.5 and Prop. 4, with the standard deviation instead of the
     variance, the full Jacobian and the expected sample variance.

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import TypeVar
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -11,21 +10,7 @@ from moment_jax.covariance import Covariance
 from moment_jax.covariance.fields import register_fields
 from moment_jax.posterior import Point, Posterior
 
-P = TypeVar("P")
 S = TypeVar("S", bound=Covariance)
-
-
-def at_means(params: P) -> P:
-    """The same parameters without their noise: every belief becomes a `Point` at its mean.
-
-    Layers then are the plain ones, in `mj.Certain` at their price.
-    """
-
-    def at_mean(node: object) -> object:
-        return Point(node.mean) if isinstance(node, Posterior) else node
-
-    result: P = jax.tree.map(at_mean, params, is_leaf=lambda node: isinstance(node, Posterior))
-    return result
 
 
 def bias_cov(bias: Posterior | None, size: int, dtype: jnp.dtype) -> Array:
@@ -54,7 +39,7 @@ class DenseParams:
     bias: Posterior | None = None
 
     def mean_output(self, mean: Array) -> Array:
-        """E[x] @ E[kernel] + E[bias], (T, out). Dense layers call it: subclasses may record inputs."""
+        """E[x] @ E[kernel] + E[bias], (T, out)."""
         output = mean @ self.kernel.mean
         return output if self.bias is None else output + self.bias.mean[None, :]
 
@@ -73,7 +58,7 @@ class NormParams:
     bias: Posterior | None = None
 
     def mean_output(self, normal: Array) -> Array:
-        """E[gain] * normal + E[bias], (T, D). Norms call it: subclasses may record inputs."""
+        """E[gain] * normal + E[bias], (T, D)."""
         output = normal if self.scale is None else normal * self.scale.mean[None, :]
         return output if self.bias is None else output + self.bias.mean[None, :]
 

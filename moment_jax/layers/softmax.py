@@ -3,7 +3,6 @@
 import jax
 from jax import Array
 
-from moment_jax.covariance import Certain
 from moment_jax.expectations import masked_softmax, softmax_expansion
 from moment_jax.layers.checks import check_moments, check_order, check_row_mask
 from moment_jax.layers.params import S
@@ -46,8 +45,6 @@ def softmax(mean: Array, cov: S, *, order: int = 2, mask: Array | None = None) -
         weights = masked_softmax(mean, mask)
         jacobian = diagonal_matrix(weights) - weights[:, :, None] * weights[:, None, :]
         return weights, cov.map_each(jacobian)
-    if isinstance(cov, Certain):
-        return masked_softmax(mean, mask), cov
     rows = jax.vmap(softmax_expansion)(mean, cov.token_blocks(), mask)
     passed = cov.map_each(rows.jacobian)
     return rows.mean, passed.add(type(cov).independent(diagonal_of(rows.rest)))

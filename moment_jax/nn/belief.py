@@ -10,6 +10,7 @@ from flax import nnx
 from jax import Array
 
 from moment_jax import posterior as families
+from moment_jax.covariance.fields import known_values
 from moment_jax.posterior import GaussianPrior, Posterior
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
@@ -50,6 +51,7 @@ class Belief(nnx.Module):
       scale: initial standard deviation of every entry.
       prior_scale: standard deviation of the prior; its initial value if learned.
       learn_prior: learn the prior's standard deviation by the same objective.
+      shape: of the array, where the belief is about it as a matrix.
 
     Raises:
       ValueError: if a scale is not positive, or the family does not fit the array.
@@ -61,14 +63,16 @@ class Belief(nnx.Module):
         mean: Array,
         *,
         family: type[Posterior] = families.Factorized,
-        scale: float = 0.01,
+        scale: Array | float = 0.01,
         prior_scale: float = 1.0,
         learn_prior: bool = False,
+        shape: tuple[int, ...] | None = None,
     ) -> None:
         if family not in FAMILIES:
             names = ", ".join(known.__name__ for known in FAMILIES)
             raise TypeError(f"`Belief` needs a posterior family, one of {names}. Got {family!r}.")
-        if scale <= 0 or prior_scale <= 0:
+        known = known_values(scale)
+        if (known is not None and not known > 0) or prior_scale <= 0:
             raise ValueError(
                 "`Belief` needs positive scale and prior_scale. Got "
                 f"{scale} and {prior_scale}. For a certain array, use family=Point."
@@ -79,6 +83,7 @@ class Belief(nnx.Module):
                 f"`Belief` needs a matrix for {family.__name__}. Got an array of shape "
                 f"{tuple(mean.shape)}; for biases, gains and positions use Factorized."
             )
+        self.shape = tuple(mean.shape) if shape is None else shape
         self.family: Any = family
         self.mean = VariationalMean(mean)
         self.raw = nnx.data(_initial_raw(family, mean, scale))
@@ -86,25 +91,43 @@ class Belief(nnx.Module):
         self.prior_scale = float(prior_scale)
         self.prior_log_scale = nnx.data(PriorScale(log_scale) if learn_prior else None)
 
+    @classmethod
+    def of(cls, posterior: Posterior, **prior: Any) -> "Belief":
+        """The belief with this posterior; `prior` are the constructor's arguments of that name.
+
+        Raises:
+          ValueError: if the family is not supported, or a covariance is singular.
+        """
+        known = posterior.belief if isinstance(posterior, families.Reshaped) else posterior
+        raw = stored_form(known)
+        belief = cls(known.mean, family=families.Point, shape=posterior.shape, **prior)
+        belief.family = next(f for f in FAMILIES if isinstance(known, f))
+        dtype = jnp.promote_types(known.mean.dtype, jnp.float32)
+        belief.raw = nnx.data({k: VariationalScale(jnp.asarray(v, dtype)) for k, v in raw.items()})
+        return belief
+
     @property
     def posterior(self) -> Posterior:
-        """The belief as a `mj.posterior` family."""
+        """The belief as a `mj.posterior` family, of the array's shape."""
         mean, family = self.mean[...], self.family
         spread = [_spread(name, self.raw[name][...]) for name in FAMILIES[family]]
         if family is families.FullNormal:
             spread = [spread[0].reshape(*mean.shape, *mean.shape)]
-        return family(mean, *spread)
+        found: Posterior = family(mean, *spread)
+        return found if found.shape == self.shape else families.Reshaped(found, self.shape)
 
-    def hold(self, posterior: Posterior) -> None:
-        """Take over family, mean and covariance of a belief about the same array; keep the prior.
+    def scale_by(self, factor: Array | float) -> None:
+        """Multiply all standard deviations by a positive number."""
+        for name, raw in self.raw.items():
+            if name in ("scale", "entries", "rows"):  # one of two factors is enough
+                raw.set_value(_scaled(name, raw[...], factor))
 
-        Raises:
-          ValueError: if the family is not supported, or a covariance is singular. Nothing is changed.
-        """
-        raw, dtype = stored_form(posterior), self.mean.dtype
-        self.family = next(f for f in FAMILIES if isinstance(posterior, f))
-        self.mean.set_value(jnp.asarray(posterior.mean, dtype))
-        self.raw = nnx.data({k: VariationalScale(jnp.asarray(v, dtype)) for k, v in raw.items()})
+    def fit_prior(self) -> None:
+        """Set a learned prior scale to its optimum, the root mean square of the random weights."""
+        if self.prior_log_scale is not None:
+            known = self.posterior
+            size = jnp.mean(known.mean**2 + known.marginal_variance())
+            self.prior_log_scale.set_value(0.5 * jnp.log(size).astype(known.mean.dtype))
 
     @property
     def prior(self) -> GaussianPrior:
@@ -118,70 +141,82 @@ class Belief(nnx.Module):
         return self.posterior.kl(self.prior)
 
 
-def owned_beliefs(module: nnx.Module) -> list[Belief]:
-    """All beliefs in a module."""
-    return [node for _, node in nnx.iter_graph(module) if isinstance(node, Belief)]
-
-
-def total_kl(module: nnx.Module) -> Array:
-    """The sum of the KL divergences of all beliefs in a module: the complexity loss, in nats."""
-    beliefs = owned_beliefs(module)
-    if not beliefs:
-        raise ValueError(
-            f"`total_kl` needs a module that owns beliefs. Got {type(module).__name__} without any; "
-            "use the modules of mj.nn."
-        )
-    return sum((belief.kl() for belief in beliefs[1:]), beliefs[0].kl())
-
-
-def stored_form(belief: Posterior) -> dict[str, np.ndarray]:
+def stored_form(belief: Posterior) -> dict[str, Array]:
     """The unconstrained parameters of a belief: inverses of softplus and of L L^T."""
     if isinstance(belief, families.Point):
         return {}
     if isinstance(belief, families.Factorized | families.OutputShared):
-        return {"scale": _inverse_softplus(np.sqrt(np.asarray(belief.variance, np.float64)))}
+        return {"scale": _inverse_softplus(jnp.sqrt(belief.variance))}
     if isinstance(belief, families.FullNormal):
         return {"entries": _root(belief.cov.reshape(2 * (belief.mean.size,)))}
     if isinstance(belief, families.MatrixNormal):
         return {"rows": _root(belief.in_cov), "columns": _root(belief.out_cov)}
     if isinstance(belief, families.KroneckerEigen) and belief.variance.shape == belief.shape:
-        scale = _inverse_softplus(np.sqrt(np.asarray(belief.variance, np.float64)))
-        bases = np.asarray(belief.in_basis), np.asarray(belief.out_basis)
-        return {"in_basis": bases[0], "out_basis": bases[1], "scale": scale}
+        scale = _inverse_softplus(jnp.sqrt(belief.variance))
+        return {"in_basis": belief.in_basis, "out_basis": belief.out_basis, "scale": scale}
     raise ValueError(
         f"A module needs {', '.join(known.__name__ for known in FAMILIES)} of its own shape. Got "
         f"{type(getattr(belief, 'belief', belief)).__name__} of shape {belief.shape}."
     )
 
 
-def _root(cov: Array) -> np.ndarray:
-    try:
-        root = np.linalg.cholesky(np.asarray(cov, np.float64))
-    except np.linalg.LinAlgError as error:
-        raise ValueError(
-            "A belief needs positive definite covariances. Got a singular one."
-        ) from error
-    return np.tril(root, -1) + np.diag(_inverse_softplus(np.diagonal(root)))
+def _root(cov: Array) -> Array:
+    known = known_values(cov)
+    if known is None:
+        root = jnp.linalg.cholesky(cov)
+    else:  # in double precision, for nearly singular ones
+        try:
+            root = jnp.asarray(np.linalg.cholesky(known.astype(np.float64)), cov.dtype)
+        except np.linalg.LinAlgError as error:
+            message = "A belief needs positive definite covariances. Got a singular one."
+            raise ValueError(message) from error
+    return jnp.tril(root, -1) + diagonal_matrix(_inverse_softplus(diagonal_of(root)))
 
 
-def _inverse_softplus(x: np.ndarray) -> np.ndarray:
+def _scaled(name: str, raw: Array, factor: Array | float) -> Array:
+    """The parameter of a spread that is `factor` times as large."""
+
+    def entry(x: Array) -> Array:
+        return _inverse_softplus(factor * jax.nn.softplus(x))
+
+    if name == "scale":
+        return entry(raw)
+    return factor * jnp.tril(raw, -1) + diagonal_matrix(entry(diagonal_of(raw)))
+
+
+def matrix_shape(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
+    """(in, out) of an array as a matrix: (D, 1) for a vector, a bias or a gain, else its best cut.
+
+    That is the one with the smallest factors: (D, H K) for a query's kernel (D, H, K).
+    """
+    size = math.prod(shape)
+    if name in ("bias", "scale") or max(shape, default=1) == size:
+        return size, 1
+    cuts = ((math.prod(shape[:i]), math.prod(shape[i:])) for i in range(len(shape)))
+    return min(cuts, key=sum)
+
+
+def _inverse_softplus(x: Array) -> Array:
     """log(exp(x) - 1); -inf at zero, where softplus gives zero again."""
-    with np.errstate(divide="ignore"):
-        return np.asarray(x + np.log(-np.expm1(-x)))
+    return x + jnp.log(-jnp.expm1(-x))
 
 
-def _initial_raw(family: type[Posterior], mean: Array, scale: float) -> dict[str, VariationalScale]:
+def _initial_raw(
+    family: type[Posterior], mean: Array, scale: Array | float
+) -> dict[str, VariationalScale]:
     """Parameters of a standard deviation of `scale` for every entry; of two factors, each a root."""
     shape, raw = mean.shape, {}
     sizes = {"rows": shape[:1], "columns": shape[1:], "entries": shape}
     for name in FAMILIES[family]:
         share = 2 if name in ("rows", "columns") else 1
-        value = math.log(math.expm1(scale ** (1 / share)))  # softplus(value) is the scale
+        value = jnp.log(
+            jnp.expm1(jnp.asarray(scale, mean.dtype) ** (1 / share))
+        )  # softplus's inverse
         if name.endswith("basis"):
             raw[name] = VariationalScale(jnp.eye(shape[name == "out_basis"], dtype=mean.dtype))
         elif name == "scale":
             shape = shape[1:] if family is families.OutputShared else shape
-            raw[name] = VariationalScale(jnp.full(shape, value, mean.dtype))
+            raw[name] = VariationalScale(jnp.full(shape, value))
         else:
             eye = jnp.eye(math.prod(sizes[name]), dtype=mean.dtype)
             raw[name] = VariationalScale(value * eye)

@@ -1,31 +1,20 @@
-"""Images -> a grid of categorical codes -> images: `DiscreteAutoencoder` and its plain network."""
+"""Images -> a grid of categorical codes -> images: `DiscreteAutoencoder`."""
 
-import abc
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from moment_jax import objectives
-from moment_jax.covariance import Covariance
-from moment_jax.discrete import (
-    categorical_kl,
-    category_moments,
-    gumbel_softmax,
-    log_category_probabilities,
-    log_probabilities,
-)
-from moment_jax.nn.base import Composite, Moments, Stage
-from moment_jax.nn.conversion import check_same, load_part
-from moment_jax.nn.transformer import TokenTransformer
-from moment_jax.nn.vision import Patches
+from moment_jax import discrete
+from moment_jax.covariance import Diagonal, Moments
+from moment_jax.nn.bayesian import Bayesian, LogNoise, expected_log_likelihoods
+from moment_jax.nn.networks import Patches, TokenTransformer
+from moment_jax.objectives import Bernoulli, Gaussian
 from moment_jax.objectives.lower_bound import check_weight
-
-PixelLikelihood = objectives.Gaussian | objectives.Bernoulli
 
 
 class NegativeElbo(NamedTuple):
@@ -41,26 +30,103 @@ class NegativeElbo(NamedTuple):
         return self.reconstruction + self.code_kl + self.weight_kl
 
 
-class CodedImages:
-    """Images cut into patches with one of `num_codes` codes each, and the pixels' likelihood."""
+class DiscreteAutoencoder(nnx.Module):
+    """x -> encoder -> pi -> z ~ Categorical(pi) -> decoder -> x_hat.
 
-    patches: Patches
-    image_size: int
-    num_codes: int
-    decoder: Any
-    log_noise: nnx.Param | None
+    An image's patches are T tokens with one of K codes each, with a uniform prior. Each of the two
+    networks is plain or an `mj.Bayesian`, whose moments are used then. Given the weights, codes are
+    independent, with probabilities pi_t = softmax(f_t). The decoder's input is drawn from q(z | x) =
+    prod_t Categorical(z_t | E[pi_t]), the exact law of every single code under random weights; the
+    softmax of the mean logits is not, for E[softmax(f)] is flatter. q omits the dependence between the
+    codes of one image through their common weights: a choice of q, not an approximation of the bound.
+
+    Args:
+      encoder: patches (..., T, P) -> logits of the codes (..., T, K); Bayesian ones of one batch axis.
+      decoder: codes (..., T, K) -> patches (..., T, P): logits of the pixels for `Bernoulli`, their
+        means for `Gaussian`.
+      patches: cuts the images.
+      image_size: height and width of the images.
+      num_codes: K, at least 2.
+      likelihood: of the pixels: `mj.Bernoulli()` where None, `mj.Gaussian(variance)`, or
+        `mj.Gaussian()` to learn the noise.
+
+    Raises:
+      TypeError, ValueError: if sizes do not fit, or the likelihood is another.
+
+    Source: handwritten notes, x -> Enc -> pi, z ~ Mult(z | pi) -> Dec -> x_hat.
+
+    >>> import jax, jax.numpy as jnp, moment_jax as mj
+    >>> from flax import nnx
+    >>> plain = mj.nn.DiscreteAutoencoder.transformers(
+    ...     image_size=4, patch_size=2, num_codes=3, num_features=4, rngs=nnx.Rngs(0))
+    >>> model = plain.bayesian(structure=mj.Diagonal)
+    >>> jax.eval_shape(model.code_log_probs, jnp.ones((5, 4, 4))).shape
+    (5, 4, 3)
+    """
+
+    def __init__(
+        self, encoder: Any, decoder: Any, *, patches: Patches, image_size: int, num_codes: int,
+        likelihood: Gaussian | Bernoulli | None = None,
+    ) -> None:  # fmt: skip
+        self.num_tokens = _num_tokens(patches, image_size, num_codes)
+        self.encoder, self.decoder = encoder, decoder
+        self.patches, self.image_size, self.num_codes = patches, image_size, num_codes
+        likelihood = Bernoulli() if likelihood is None else likelihood
+        if not isinstance(likelihood, Gaussian | Bernoulli):
+            raise TypeError(
+                "`DiscreteAutoencoder` needs the likelihood mj.Bernoulli(), mj.Gaussian(variance) or "
+                f"mj.Gaussian(). Got {likelihood!r}."
+            )
+        known = getattr(likelihood, "noise_variance", None)
+        noise = LogNoise(jnp.zeros(())) if known is None else nnx.Variable(jnp.asarray(known))
+        self.noise = nnx.data(None if isinstance(likelihood, Bernoulli) else noise)
+
+    @classmethod
+    def transformers(
+        cls, *, image_size: int, patch_size: int, num_codes: int, channels: int = 1,
+        num_encoder_blocks: int = 1, num_decoder_blocks: int = 1,
+        likelihood: Gaussian | Bernoulli | None = None, rngs: nnx.Rngs, **options: Any,
+    ) -> Self:  # fmt: skip
+        """The autoencoder of two plain `TokenTransformer`s, whose other arguments are the `options`."""
+        patches, pixels = Patches(patch_size, channels), patch_size**2 * channels
+        num_tokens = _num_tokens(patches, image_size, num_codes)
+        make: Any = partial(TokenTransformer, num_tokens, rngs=rngs, **options)
+        encoder = make(pixels, num_codes, num_blocks=num_encoder_blocks)
+        decoder = make(num_codes, pixels, num_blocks=num_decoder_blocks)
+        sizes: Any = {"patches": patches, "image_size": image_size, "num_codes": num_codes}
+        return cls(encoder, decoder, likelihood=likelihood, **sizes)
 
     @property
-    def likelihood(self) -> PixelLikelihood:
-        """The pixels' observation model at the current noise variance."""
-        if self.log_noise is None:
-            return objectives.Bernoulli()
-        return objectives.Gaussian(jnp.exp(self.log_noise[...]))
+    def likelihood(self) -> Gaussian | Bernoulli:
+        """The pixels' observation model, a learned noise at its present value."""
+        if self.noise is None:
+            return Bernoulli()
+        noise = self.noise[...]
+        return Gaussian(jnp.exp(noise) if isinstance(self.noise, LogNoise) else noise)
 
-    @property
-    def num_tokens(self) -> int:
-        """T, the number of patches of an image."""
-        return (self.image_size // self.patches.size) ** 2
+    def bayesian(self, **options: Any) -> Self:
+        """The autoencoder with both networks made random, by `mj.Bayesian(network, **options)`."""
+        return self._of(lambda network, _: Bayesian(network, **options))
+
+    def at_means(self) -> Self:
+        """The plain autoencoder at the means."""
+        return self._of(lambda x, _: x.at_means() if isinstance(x, Bayesian) else x)
+
+    def sample(self, key: Array) -> Self:
+        """The plain autoencoder of one draw of the weights."""
+        keys = jax.random.split(key)
+        return self._of(lambda x, key: x.sample(key) if isinstance(x, Bayesian) else x, *keys)
+
+    def _of(self, fn: Any, *keys: Any) -> Self:
+        """A copy with `fn(network, key)` in the place of each network."""
+        other = nnx.clone(self)
+        other.encoder, other.decoder = map(fn, (other.encoder, other.decoder), keys or (None, None))
+        return other
+
+    def kl(self) -> Array:
+        """KL(posterior || prior) of all random weights, in nats."""
+        random = (x for x in (self.encoder, self.decoder) if isinstance(x, Bayesian))
+        return sum((network.kl() for network in random), jnp.zeros(()))
 
     def cut(self, images: Array) -> Array:
         """The patches of images, (..., T, P); ValueError for images of another size."""
@@ -80,240 +146,39 @@ class CodedImages:
         images = images.reshape(*batch, self.image_size, self.image_size, channels)
         return images[..., 0] if channels == 1 else images
 
-    def prior_codes(self, key: Array, num_images: int) -> Array:
-        """Codes from the uniform prior, integers (N, T)."""
-        if num_images < 1:
-            raise ValueError(f"`sample_images` needs num_images >= 1. Got {num_images}.")
-        return jax.random.randint(key, (num_images, self.num_tokens), 0, self.num_codes)
+    def encode(self, images: Array) -> Array | Moments:
+        """The codes' logits or their moments, (..., height, width[, channels]) -> (..., T, K)."""
+        return _output(self.encoder, self.cut(images))
 
-    def decode(self, z: Array) -> Any:
-        """Patches given codes, one-hot or relaxed: (..., T, K) -> (..., T, P), or their moments.
-
-        They are the pixels' logits for `Bernoulli`, the pixels without their noise for `Gaussian`. Codes
-        are certain, even where weights are random.
-        """
-        return self.decoder(z)
-
-    @abc.abstractmethod
-    def code_log_probs(self, images: Array) -> Array:
-        """Log q(z_t = k | x), (..., height, width[, channels]) -> (..., T, K)."""
-
-    @abc.abstractmethod
-    def _log_likelihood(self, target: Array, z: Array) -> Array:
-        """(Expected) log p(x | z), (...,), of patches (..., T, P) given codes (..., T, K)."""
-
-    def _over_images(self, target: Array, *moments: Any) -> Array:
-        """The expected log-likelihood of every image's patches under moments of the decoder's output."""
-        fn = partial(objectives.expected_log_likelihood, self.likelihood)
-        for _ in target.shape[:-2]:
-            fn = jax.vmap(fn)
-        return fn(target, *moments)
-
-    def _bound(
-        self, images: Array, key: Array, temperature: Array | float, *, straight_through: bool
-    ) -> NegativeElbo:
-        """The negative ELBO for each image, without the divergence of the weights."""
-        log_probs = self.code_log_probs(images)
-        z = gumbel_softmax(key, log_probs, temperature, straight_through=straight_through)
-        fit = self._log_likelihood(self.cut(images), z)
-        code_kl = jnp.sum(categorical_kl(log_probs), axis=-1)
-        return NegativeElbo(-fit, code_kl, jnp.zeros((), fit.dtype))
-
-
-class PlainDiscreteAutoencoder(CodedImages, nnx.Module):
-    """x -> encoder -> pi -> z ~ Categorical(pi) -> decoder -> x_hat, with certain weights.
-
-    Args:
-      encoder: a module, patches (..., T, P) -> logits of the codes (..., T, K).
-      decoder: a module, codes (..., T, K) -> patches (..., T, P): logits of the pixels for
-        `Bernoulli`, their means for `Gaussian`.
-      patches: cuts the images.
-      image_size: height and width of the images.
-      num_codes: K.
-      likelihood: of the pixels; the noise variance of a `Gaussian` is an initial value, and is learned.
-    """
-
-    def __init__(
-        self,
-        encoder: Any,
-        decoder: Any,
-        *,
-        patches: Patches,
-        image_size: int,
-        num_codes: int,
-        likelihood: PixelLikelihood,
-    ) -> None:
-        self.encoder, self.decoder, self.patches = encoder, decoder, patches
-        self.image_size, self.num_codes = image_size, num_codes
-        self.log_noise = nnx.data(log_noise(likelihood))
-
-    def code_log_probs(self, images: Array) -> Array:
-        """Log pi, (..., height, width[, channels]) -> (..., T, K)."""
-        return log_probabilities(self.encoder(self.cut(images)))
-
-    def _log_likelihood(self, target: Array, z: Array) -> Array:
-        mean = self.decoder(z)
-        if isinstance(self.likelihood, objectives.Bernoulli):
-            # No quadrature without uncertainty.
-            return jnp.sum(target * mean - jax.nn.softplus(mean), axis=(-2, -1))
-        return self._over_images(target, mean, jnp.zeros_like(mean))
-
-    def negative_elbo(
-        self,
-        images: Array,
-        key: Array,
-        temperature: Array | float,
-        *,
-        straight_through: bool = False,
-    ) -> NegativeElbo:
-        """The negative ELBO in nats for each image: see `DiscreteAutoencoder.negative_elbo`."""
-        return self._bound(images, key, temperature, straight_through=straight_through)
-
-    def sample_images(self, key: Array, num_images: int) -> tuple[Array, Array]:
-        """Codes (N, T) from the uniform prior, and the patches that they decode to."""
-        codes = self.prior_codes(key, num_images)
-        return codes, self.decode(jax.nn.one_hot(codes, self.num_codes))
-
-
-def log_noise(likelihood: PixelLikelihood) -> nnx.Param | None:
-    """The log noise variance of a `Gaussian` as a parameter; None for `Bernoulli`."""
-    if isinstance(likelihood, objectives.Bernoulli):
-        return None
-    if not isinstance(likelihood, objectives.Gaussian):
-        raise TypeError(
-            "A discrete autoencoder needs a likelihood, mj.objectives.Bernoulli() or "
-            f"Gaussian(noise_variance). Got {likelihood!r}."
-        )
-    if jnp.ndim(likelihood.noise_variance) != 0 or not float(likelihood.noise_variance) > 0:
-        raise ValueError(
-            "A discrete autoencoder needs one positive noise variance for all pixels. Got "
-            f"{likelihood.noise_variance}."
-        )
-    return nnx.Param(jnp.log(jnp.asarray(likelihood.noise_variance, jnp.float32)))
-
-
-class DiscreteAutoencoder(CodedImages, Composite):
-    """x -> Transformer -> pi -> z ~ Categorical(pi) -> Transformer -> x_hat, with random weights.
-
-    An image's patches are T tokens with one of K codes each; the codes' prior is uniform. Given the
-    weights, codes are independent: q(z | x, w) = prod_t Categorical(z_t | softmax(f_t)), where `encode`
-    returns mean and covariance of f. The decoder's input is drawn from q(z | x) = prod_t
-    Categorical(z_t | E[pi_t]), which is the exact law of every single code under random weights,
-    P(z_t = k) = E[P(z_t = k | w)] = E[pi_tk]. The softmax of the mean logits is not: E[softmax(f)] is
-    flatter. q omits the dependence between the codes of one image through their common weights; that is
-    a choice of q, not an approximation of the bound.
-
-    Against 2,000 sampled networks (D 16, relative_scale 0.1), means of logits, pi and pixels are within
-    0.02 sd, and sds within 1 % on average. At D 4 and relative_scale 0.3, where normalisations and
-    hidden layers average over very few features, means are 0.05 sd off and sds 5 % too small.
-
-    Args:
-      image_size: height and width of the images.
-      patch_size: height and width of a patch, a divisor of image_size.
-      num_codes: K, at least 2.
-      channels: channels of the images.
-      num_encoder_blocks: blocks before the codes.
-      num_decoder_blocks: blocks after the codes.
-      likelihood: `mj.objectives.Bernoulli()`, or `Gaussian(noise_variance)` with one initial variance,
-        which is learned.
-      options: the other keyword arguments of `TokenTransformer`: num_features, num_heads,
-        hidden_features, norm_first, activation, and those of `Settings`.
-
-    Raises:
-      ValueError: if patches do not divide the image, heads do not divide the features, or there are
-        fewer than two codes. TypeError: for another likelihood.
-
-    Source: handwritten notes, x -> Enc -> pi, z ~ Mult(z | pi) -> Dec -> x_hat.
-
-    >>> import jax, jax.numpy as jnp, moment_jax as mj
-    >>> from flax import nnx
-    >>> model = mj.nn.DiscreteAutoencoder(image_size=4, patch_size=2, num_codes=3, num_features=4,
-    ...     num_heads=2, structure=mj.Diagonal, rngs=nnx.Rngs(0))
-    >>> images = jnp.ones((5, 4, 4))
-    >>> jax.eval_shape(model.code_log_probs, images).shape
-    (5, 4, 3)
-    """
-
-    parts = ("encoder", "decoder")
-
-    def __init__(
-        self,
-        *,
-        image_size: int,
-        patch_size: int,
-        num_codes: int,
-        channels: int = 1,
-        num_encoder_blocks: int = 1,
-        num_decoder_blocks: int = 1,
-        likelihood: PixelLikelihood | None = None,
-        rngs: nnx.Rngs,
-        **options: Any,
-    ) -> None:
-        if num_codes < 2 or channels < 1:
-            raise ValueError(
-                "`DiscreteAutoencoder` needs num_codes >= 2 and channels >= 1. Got "
-                f"{num_codes} and {channels}."
-            )
-        self.patches, self.image_size = Patches(patch_size, channels), image_size
-        num_tokens = self.patches.count("DiscreteAutoencoder", image_size)
-        self.num_codes = num_codes
-        pixels = patch_size**2 * channels
-        make = partial(TokenTransformer, num_tokens, rngs=rngs)
-        self.encoder = make(pixels, num_codes, num_blocks=num_encoder_blocks, **options)
-        self.decoder = make(num_codes, pixels, num_blocks=num_decoder_blocks, **options)
-        self.settings = self.encoder.settings
-        self.log_noise = nnx.data(log_noise(likelihood or objectives.Bernoulli()))
-
-    def load(self, network: PlainDiscreteAutoencoder) -> None:
-        """Take the weights of a plain autoencoder of the same sizes as means, and its noise variance."""
-        name = "DiscreteAutoencoder.load"
-        check_same(name, network, patches=self.patches, image_size=self.image_size)
-        for part in ("log_noise", *self.parts):
-            load_part(name, part, getattr(self, part), getattr(network, part))
-
-    def network(self, params: dict[str, Any]) -> PlainDiscreteAutoencoder:
-        return PlainDiscreteAutoencoder(
-            *(getattr(self, name).network(params[name]) for name in self.parts),
-            patches=self.patches,
-            image_size=self.image_size,
-            num_codes=self.num_codes,
-            likelihood=self.likelihood,
-        )
-
-    def encode(self, images: Array) -> Moments:
-        """Moments of the codes' logits, (..., height, width[, channels]) -> (..., T, K)."""
-        return self.encoder(self.cut(images))
-
-    def probabilities(self, images: Array) -> Moments:
-        """Moments of the codes' probabilities pi: mean (..., T, K) and covariance."""
-        return self._over_batch(category_moments, self.encode(images))
+    def probabilities(self, images: Array) -> Array | Moments:
+        """The codes' probabilities pi or their moments, (..., T, K)."""
+        logits = self.encode(images)
+        if not isinstance(logits, Moments):
+            return jax.nn.softmax(logits)
+        return Moments(*_over_images(discrete.category_moments, logits))
 
     def code_log_probs(self, images: Array) -> Array:
         """Log q(z_t = k | x) = log E[pi_tk], (..., T, K)."""
-        return self._over_batch(log_category_probabilities, self.encode(images))
+        logits = self.encode(images)
+        if not isinstance(logits, Moments):
+            return discrete.log_probabilities(logits)
+        return jnp.asarray(_over_images(discrete.log_category_probabilities, logits))
+
+    def decode(self, z: Array) -> Array | Moments:
+        """Patches or their moments given codes, one-hot or relaxed: (..., T, K) -> (..., T, P)."""
+        return _output(self.decoder, z)
 
     def __call__(
-        self,
-        images: Array,
-        key: Array,
-        temperature: Array | float,
-        *,
-        straight_through: bool = False,
-    ) -> Moments:
-        """Moments of the patches, given one draw of every image's codes by `gumbel_softmax`."""
-        pi = self.code_log_probs(images)
-        return self.decode(gumbel_softmax(key, pi, temperature, straight_through=straight_through))
+        self, images: Array, key: Array, temperature: Array | float, **options: Any
+    ) -> Array | Moments:
+        """The patches or their moments, given one draw of every image's codes by `gumbel_softmax`."""
+        z = discrete.gumbel_softmax(key, self.code_log_probs(images), temperature, **options)
+        return self.decode(z)
 
     def negative_elbo(
-        self,
-        images: Array,
-        key: Array,
-        temperature: Array | float,
-        *,
-        dataset_size: int,
-        kl_weight: Array | float = 1.0,
-        straight_through: bool = False,
-    ) -> NegativeElbo:
+        self, images: Array, key: Array, temperature: Array | float, *,
+        dataset_size: int | None = None, kl_weight: Array | float = 1.0, straight_through: bool = False,
+    ) -> NegativeElbo:  # fmt: skip
         """The negative ELBO in nats for each image, from one draw of its codes and no draw of weights.
 
         -E[log p(x | z, w)] + KL(q(z | x) || uniform) + kl_weight KL(q(w) || p(w)) / dataset_size,
@@ -326,37 +191,69 @@ class DiscreteAutoencoder(CodedImages, Composite):
 
         Args:
           images: (..., height, width[, channels]); numbers in [0, 1] for `Bernoulli`.
-          key: a JAX random key.
+          key: of the draw.
           temperature: of the relaxation.
-          dataset_size: the number of training images.
+          dataset_size: the number of training images; needed where a network is Bayesian.
           kl_weight: 1 for the bound itself; below 1 for warm-up or a cold posterior.
           straight_through: hard codes with the gradient of the relaxed ones.
 
         Raises:
           ValueError: if shapes do not fit, dataset_size is below the batch, or kl_weight negative.
         """
-        if dataset_size < max(1, math.prod(self.cut(images).shape[:-2])):
-            raise ValueError(
-                "`negative_elbo` needs dataset_size >= 1, the number of training images, and not below "
-                f"the number of images given. Got {dataset_size} for images {tuple(images.shape)}."
-            )
-        check_weight("negative_elbo", "kl_weight", kl_weight)
-        bound = self._bound(images, key, temperature, straight_through=straight_through)
-        return bound._replace(weight_kl=kl_weight * self.kl() / dataset_size)
+        target, weight_kl = self.cut(images), jnp.zeros(())
+        if isinstance(self.encoder, Bayesian) or isinstance(self.decoder, Bayesian):
+            if dataset_size is None or dataset_size < max(1, math.prod(target.shape[:-2])):
+                raise ValueError(
+                    "`negative_elbo` needs dataset_size >= 1, the number of training images, and not "
+                    f"below the number of images given. Got {dataset_size} for {tuple(images.shape)}."
+                )
+            check_weight("negative_elbo", "kl_weight", kl_weight)
+            weight_kl = kl_weight * self.kl() / dataset_size
+        log_probs = self.code_log_probs(images)
+        z = discrete.gumbel_softmax(key, log_probs, temperature, straight_through=straight_through)
+        code_kl = jnp.sum(discrete.categorical_kl(log_probs), axis=-1)
+        return NegativeElbo(-self.log_likelihood(target, self.decode(z)), code_kl, weight_kl)
 
-    def _log_likelihood(self, target: Array, z: Array) -> Array:
-        return self._over_images(target, *self.decode(z))
+    def log_likelihood(self, target: Array, decoded: Array | Moments) -> Array:
+        """(Expected) log p(x | z), (...,), of patches (..., T, P) given what `decode` returned."""
+        if not isinstance(decoded, Moments):
+            if self.noise is None:  # no quadrature without uncertainty
+                return jnp.sum(target * decoded - jax.nn.softplus(decoded), axis=(-2, -1))
+            decoded = Moments(decoded, Diagonal(jnp.zeros_like(decoded)))
+        return jnp.sum(expected_log_likelihoods(self.likelihood, target, decoded), axis=-1)
 
-    def sample_images(self, key: Array, num_images: int) -> tuple[Array, Array, Covariance]:
-        """Codes (N, T) from the uniform prior, and moments of their images (`sample` draws networks)."""
-        codes = self.prior_codes(key, num_images)
-        return codes, *self.decode(jax.nn.one_hot(codes, self.num_codes, dtype=self.settings.dtype))
+    def sample_images(self, key: Array, num_images: int) -> tuple[Array, Array | Moments]:
+        """Codes (N, T) from the uniform prior, and their patches or the patches' moments."""
+        if num_images < 1:
+            raise ValueError(f"`sample_images` needs num_images >= 1. Got {num_images}.")
+        codes = jax.random.randint(key, (num_images, self.num_tokens), 0, self.num_codes)
+        return codes, self.decode(jax.nn.one_hot(codes, self.num_codes))
 
-    @property
-    def stages(self) -> list[Stage]:
-        """The encoder's sublayers, up to the logits of the codes; the decoder's are `decoder.stages`."""
-        return self.encoder.stages
 
-    def sequence(self, x: Array) -> Array:
-        """The patches of one image."""
-        return self.patches(x)
+def _num_tokens(patches: Patches, image_size: int, num_codes: int) -> int:
+    """T, the number of patches of an image; raises if sizes do not fit."""
+    if num_codes < 2 or patches.channels < 1:
+        raise ValueError(
+            "`DiscreteAutoencoder` needs num_codes >= 2 and channels >= 1. Got "
+            f"{num_codes} and {patches.channels}."
+        )
+    return patches.count("DiscreteAutoencoder", image_size)
+
+
+def _output(network: Any, x: Array) -> Any:
+    """The network's output or its moments, for sequences (..., T, D) with any batch axes."""
+    if not isinstance(network, Bayesian):
+        return network(x)
+    if network.batch_axes != 1:
+        raise ValueError(
+            f"`DiscreteAutoencoder` needs Bayesian networks of batch_axes=1. Got {network.batch_axes}."
+        )
+    lead, moments = x.shape[:-2], network(x.reshape(-1, *x.shape[-2:]))
+    return jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), moments)
+
+
+def _over_images(fn: Any, moments: Moments) -> Any:
+    """`fn` of the moments (T, K) of each image."""
+    for _ in moments.mean.shape[:-2]:
+        fn = jax.vmap(fn)
+    return fn(*moments)

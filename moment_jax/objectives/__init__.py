@@ -12,6 +12,7 @@ from moment_jax.objectives.likelihoods import (
     Gaussian,
     HeteroscedasticGaussian,
     Likelihood,
+    predictive_gaussian,
 )
 from moment_jax.objectives.lower_bound import elbo, kl_warmup, monte_carlo_expected_log_likelihood
 from moment_jax.objectives.metrics import (
@@ -25,18 +26,25 @@ from moment_jax.objectives.metrics import (
     negative_log_likelihood,
     reliability_curve,
 )
+from moment_jax.objectives.prediction import (
+    BernoulliPredictive,
+    CategoricalPredictive,
+    GaussianPredictive,
+)
 from moment_jax.objectives.predictive import (
     TokenUncertainty,
     class_probabilities,
     log_class_probabilities,
-    predictive_gaussian,
     token_uncertainty,
 )
 
 __all__ = [
     "Bernoulli",
+    "BernoulliPredictive",
     "Categorical",
+    "CategoricalPredictive",
     "Gaussian",
+    "GaussianPredictive",
     "HeteroscedasticGaussian",
     "Likelihood",
     "ReliabilityCurve",

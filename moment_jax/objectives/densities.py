@@ -17,6 +17,7 @@ from moment_jax.objectives.likelihoods import (
     Gaussian,
     HeteroscedasticGaussian,
     Likelihood,
+    bounded_exp,
 )
 from moment_jax.objectives.moments import Cov, variances
 from moment_jax.xla import diagonal_of
@@ -130,11 +131,6 @@ def _heteroscedastic(target: Array, mean: Array, cov: Cov) -> Array:
     precision = bounded_exp(-mean[size:] + variance[size:] / 2)
     quadratic = precision * ((target - mean[:size] + cross) ** 2 + variance[:size])
     return -0.5 * jnp.sum(math.log(2 * math.pi) + mean[size:] + quadratic)
-
-
-def bounded_exp(exponent: Array) -> Array:
-    """Exp, capped at the square root of the largest number so that products do not overflow."""
-    return jnp.exp(jnp.minimum(exponent, math.log(float(jnp.finfo(exponent.dtype).max)) / 2))
 
 
 def _bernoulli(target: Array, mean: Array, cov: Cov) -> Array:

@@ -1,13 +1,28 @@
-"""Observation models p(y | f) of a target y given the network's output f, and their noise."""
+"""Observation models p(y | f) of a target y given the network's output f, and their noise.
+
+Each is a function of the output's `mj.Moments`, of one example or of any batch: its predictive
+distribution, `likelihood(moments)`.
+"""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance.fields import check_variances
-from moment_jax.covariance.numerics import vector_variance
+from moment_jax.covariance import Diagonal, Moments
+from moment_jax.covariance.fields import check_array, check_variances
+from moment_jax.covariance.numerics import vector_cov, vector_variance
+from moment_jax.objectives.bernoulli import average
+from moment_jax.objectives.moments import Cov, check_cov, variances
+from moment_jax.objectives.prediction import (
+    BernoulliPredictive,
+    CategoricalPredictive,
+    GaussianPredictive,
+)
+from moment_jax.objectives.predictive import probabilities_with_uncertainty
+from moment_jax.xla import diagonal_matrix
 
 
 @jax.tree_util.register_dataclass
@@ -18,10 +33,17 @@ class Gaussian:
     Args:
       noise_variance: a scalar, (D,) variances of independent noises, or a (D, D) covariance; D is
         the number of features of y. In the squared units of y, and positive (definite). It is a pytree
-        leaf; to learn it, learn its logarithm. Tokens of a sequence have independent noise.
+        leaf. None where it is to be learned: `mj.Bayesian` then owns its logarithm, `mj.fit` trains it.
+        Tokens of a sequence have independent noise.
     """
 
-    noise_variance: Array | float
+    noise_variance: Array | float | None = None
+
+    def __call__(self, moments: Moments) -> GaussianPredictive:
+        """The distribution of y: the moments of f plus the noise."""
+        check_array("Gaussian", moments.mean)
+        noise = vector_cov(noise_array("Gaussian", self, moments.mean))
+        return GaussianPredictive(moments.mean, moments.features + noise)
 
 
 @jax.tree_util.register_dataclass
@@ -32,6 +54,11 @@ class HeteroscedasticGaussian:
     The network has 2 D outputs: D means, then D log noise variances. Both are random and may be
     correlated with each other.
     """
+
+    def __call__(self, moments: Moments) -> GaussianPredictive:
+        """A Gaussian with the exact mean and variance of y, which is none."""
+        mean, variance = predictive_gaussian(moments.mean, moments.variance, self)
+        return GaussianPredictive(mean, diagonal_matrix(variance))
 
 
 @jax.tree_util.register_dataclass
@@ -46,11 +73,29 @@ class Categorical:
 
     num_points: int | None = dataclasses.field(default=None, metadata={"static": True})
 
+    def __call__(self, moments: Moments) -> CategoricalPredictive:
+        """The predictive probabilities E[softmax(f)], and their uncertainty."""
+        known = moments.variance if isinstance(moments.cov, Diagonal) else moments.features
+        found = probabilities_with_uncertainty(moments.mean, known, num_points=self.num_points)
+        return CategoricalPredictive(*found)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Bernoulli:
     """y_d = 1 with probability sigmoid(f_d), else 0, independently; f has one logit per entry of y."""
+
+    def __call__(self, moments: Moments) -> BernoulliPredictive:
+        """The predictive probabilities E[sigmoid(f)], and their uncertainty, entry by entry."""
+        mean, variance = moments.mean, moments.variance
+        yes, no = (average(jax.nn.sigmoid, m, variance) for m in (mean, -mean))
+        return BernoulliPredictive(yes, no, average(_entropy_of_logit, mean, variance))
+
+
+def _entropy_of_logit(logit: Array) -> Array:
+    """The entropy of a Bernoulli variable, in nats."""
+    p = jax.nn.sigmoid(logit)
+    return -p * jax.nn.log_sigmoid(logit) - (1 - p) * jax.nn.log_sigmoid(-logit)
 
 
 Likelihood = Gaussian | HeteroscedasticGaussian | Categorical | Bernoulli
@@ -58,6 +103,11 @@ Likelihood = Gaussian | HeteroscedasticGaussian | Categorical | Bernoulli
 
 def noise_array(name: str, likelihood: Gaussian, mean: Array) -> Array:
     """The noise as (D,) variances, or as a (D, D) covariance if it was given as one."""
+    if likelihood.noise_variance is None:
+        raise ValueError(
+            f"`{name}` needs Gaussian(noise_variance). Got Gaussian(), whose noise is to be learned: "
+            "use it in mj.Bayesian(network, mj.Gaussian())."
+        )
     noise = jnp.asarray(likelihood.noise_variance, mean.dtype)
     size = mean.shape[-1]
     if noise.shape not in ((), (size,), (size, size)):
@@ -80,3 +130,52 @@ def flat_noise(noise: Array, mean: Array) -> Array:
     if noise.ndim == 1:
         return noise_like(noise, mean).reshape(-1)
     return jnp.kron(jnp.eye(mean.size // len(noise), dtype=noise.dtype), noise)
+
+
+def bounded_exp(exponent: Array) -> Array:
+    """Exp, capped at the square root of the largest number so that products do not overflow."""
+    return jnp.exp(jnp.minimum(exponent, math.log(float(jnp.finfo(exponent.dtype).max)) / 2))
+
+
+def predictive_gaussian(
+    mean: Array, cov: Cov, likelihood: Gaussian | HeteroscedasticGaussian
+) -> tuple[Array, Array]:
+    """Mean and total variance (parameters and noise) of a real-valued target.
+
+    With Gaussian noise the prediction is Gaussian. With a random noise variance exp(g) it is not, but
+    these are still its exact moments: Var[y] = Var[mu] + exp(E[g] + Var[g] / 2).
+
+    Args:
+      mean: (..., D) outputs; with HeteroscedasticGaussian (..., 2 D).
+      cov: variances in the mean's shape, covariances of the last axis, (..., D, D), or of all, in the
+        mean's shape twice, or a structure.
+      likelihood: the observation model.
+
+    Returns:
+      Mean and variance of the target, both (..., D).
+
+    Raises:
+      ValueError: if shapes do not fit.
+      TypeError: for another likelihood.
+
+    Source: Transformer derivation, Eq. 1.
+    """
+    check_array("predictive_gaussian", mean)
+    shape = tuple(mean.shape)
+    check_cov("predictive_gaussian", shape, cov, (shape + shape[-1:], shape + shape))
+    variance = variances(mean, cov)
+    if isinstance(likelihood, Gaussian):
+        noise = noise_array("predictive_gaussian", likelihood, mean)
+        return mean, variance + noise_like(noise, mean)
+    if not isinstance(likelihood, HeteroscedasticGaussian):
+        raise TypeError(
+            "`predictive_gaussian` needs Gaussian or HeteroscedasticGaussian. Got "
+            f"{type(likelihood).__name__}. For classes, use class_probabilities."
+        )
+    if mean.shape[-1] % 2:
+        raise ValueError(
+            "`predictive_gaussian` with HeteroscedasticGaussian needs 2 D outputs of shape (..., 2 D): "
+            f"D means, then D log noise variances. Got {shape}."
+        )
+    (mean, log_noise), (variance, spread) = (jnp.split(x, 2, axis=-1) for x in (mean, variance))
+    return mean, variance + bounded_exp(log_noise + spread / 2)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance import Certain, Covariance, Diagonal
+from moment_jax.covariance import Covariance, Diagonal
 from moment_jax.covariance.fields import check_array, check_floating, known_values
 from moment_jax.covariance.numerics import vector_variance
 from moment_jax.xla import diagonal_matrix, diagonal_of
@@ -40,7 +40,7 @@ def check_cov(
         )
     check_floating(name, cov)
     if isinstance(cov, Covariance):
-        # One token stands for a vector, as in the covariance that `mj.bayesian` returns.
+        # One token stands for a vector, as in the covariance that `mj.Bayesian` returns.
         allowed = ((*shape[:-1], 1, *shape[-1:]), *((shape,) if len(shape) > 1 else ()))
     else:
         allowed = (shape, *(arrays or (shape + shape,)))
@@ -61,12 +61,9 @@ def logits_cov(name: str, mean: Array, cov: Cov) -> Array:
     check_cov(name, shape, cov, (shape + shape[-1:],))
     if not isinstance(cov, Covariance):
         return cov
-    if isinstance(cov, Certain | Diagonal):
+    if isinstance(cov, Diagonal):
         return cov.variance().reshape(shape)
-    own: Any = type(cov).token_blocks
-    for _ in cov.shape[2:]:
-        own = jax.vmap(own)
-    return own(cov).reshape(shape + shape[-1:])
+    return cov.token_blocks().reshape(shape + shape[-1:])
 
 
 def check_one(name: str, mean: Array, cov: Cov) -> Array:
@@ -79,11 +76,11 @@ def check_one(name: str, mean: Array, cov: Cov) -> Array:
     return logits_cov(name, mean, cov)
 
 
-def over_batch(fn: Callable[[Array, Array], Any], mean: Array, cov: Array) -> Any:
-    """`fn` of the mean (C,) and the covariance of each example, over their leading axes."""
+def over_batch(fn: Callable[..., Any], mean: Array, *others: Array) -> Any:
+    """`fn` of the mean (C,) of each example and its other arrays, over the mean's leading axes."""
     for _ in range(mean.ndim - 1):
         fn = jax.vmap(fn)
-    return fn(mean, cov)
+    return fn(mean, *others)
 
 
 def as_label(name: str, target: Array | int, num_classes: int) -> Array:
@@ -102,6 +99,23 @@ def as_label(name: str, target: Array | int, num_classes: int) -> Array:
             "per class."
         )
     return target
+
+
+def labels_of(name: str, y: Array, logits: Array) -> Array:
+    """Class indices (...) for logits (..., C); raise unless they are integers, in range if known."""
+    known, y = known_values(y), jnp.asarray(y)
+    if y.shape != logits.shape[:-1] or not jnp.issubdtype(y.dtype, jnp.integer):
+        raise ValueError(
+            f"`{name}` needs an integer class for each prediction, of shape "
+            f"{tuple(logits.shape[:-1])}. Got {tuple(y.shape)} of {y.dtype}. For one-hot targets, pass "
+            "jnp.argmax(y, axis=-1)."
+        )
+    most = logits.shape[-1] - 1
+    if known is not None and known.size and not 0 <= known.min() <= known.max() <= most:
+        raise ValueError(
+            f"`{name}` needs classes from 0 to {most}. Got {known.min()} to {known.max()}."
+        )
+    return y
 
 
 def of_label(values: Array, label: Array) -> Array:

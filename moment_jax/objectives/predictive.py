@@ -1,4 +1,4 @@
-"""The posterior predictive p(y* | x*) from the output's moments (Eq. 1), and its uncertainties."""
+"""The posterior predictive p(y* | x*) of a class from the logits' moments (Eq. 1)."""
 
 from functools import partial
 from typing import NamedTuple
@@ -7,12 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance.fields import check_array
-from moment_jax.objectives import cubature, likelihoods
+from moment_jax.objectives import cubature
 from moment_jax.objectives.cubature import Pair, count_points
-from moment_jax.objectives.densities import bounded_exp
-from moment_jax.objectives.likelihoods import Gaussian, HeteroscedasticGaussian
-from moment_jax.objectives.moments import Cov, check_cov, logits_cov, over_batch, variances
+from moment_jax.objectives.moments import Cov, logits_cov, over_batch
 
 
 def log_class_probabilities(mean: Array, cov: Cov, *, num_points: int | None = None) -> Array:
@@ -59,11 +56,7 @@ def class_probabilities(mean: Array, cov: Cov, *, num_points: int | None = None)
     Raises:
       ValueError: if shapes do not fit. TypeError: if mean or cov is not floating.
 
-    >>> import moment_jax as mj
-    >>> from flax import nnx
-    >>> belief = {"kernel": mj.posterior.Factorized(jnp.eye(3), jnp.ones((3, 3)))}
-    >>> model = nnx.Linear(3, 3, use_bias=False, rngs=nnx.Rngs(0))
-    >>> print(class_probabilities(*mj.bayesian(model, belief)(jnp.eye(3))).round(2))
+    >>> print(class_probabilities(jnp.eye(3), jnp.ones((3, 3))).round(2))
     [[0.52 0.24 0.24]
      [0.24 0.52 0.24]
      [0.24 0.24 0.52]]
@@ -71,50 +64,6 @@ def class_probabilities(mean: Array, cov: Cov, *, num_points: int | None = None)
     Source: Transformer derivation, Eq. 1.
     """
     return jnp.exp(log_class_probabilities(mean, cov, num_points=num_points))
-
-
-def predictive_gaussian(
-    mean: Array, cov: Cov, likelihood: Gaussian | HeteroscedasticGaussian
-) -> tuple[Array, Array]:
-    """Mean and total variance (parameters and noise) of a real-valued target.
-
-    With Gaussian noise the prediction is Gaussian. With a random noise variance exp(g) it is not, but
-    these are still its exact moments: Var[y] = Var[mu] + exp(E[g] + Var[g] / 2).
-
-    Args:
-      mean: (..., D) outputs; with HeteroscedasticGaussian (..., 2 D).
-      cov: variances in the mean's shape, covariances of the last axis, (..., D, D), or of all, in the
-        mean's shape twice, or a structure.
-      likelihood: the observation model.
-
-    Returns:
-      Mean and variance of the target, both (..., D).
-
-    Raises:
-      ValueError: if shapes do not fit.
-      TypeError: for another likelihood.
-
-    Source: Transformer derivation, Eq. 1.
-    """
-    check_array("predictive_gaussian", mean)
-    shape = tuple(mean.shape)
-    check_cov("predictive_gaussian", shape, cov, (shape + shape[-1:], shape + shape))
-    variance = variances(mean, cov)
-    if isinstance(likelihood, Gaussian):
-        noise = likelihoods.noise_array("predictive_gaussian", likelihood, mean)
-        return mean, variance + likelihoods.noise_like(noise, mean)
-    if not isinstance(likelihood, HeteroscedasticGaussian):
-        raise TypeError(
-            "`predictive_gaussian` needs Gaussian or HeteroscedasticGaussian. Got "
-            f"{type(likelihood).__name__}. For classes, use class_probabilities."
-        )
-    if mean.shape[-1] % 2:
-        raise ValueError(
-            "`predictive_gaussian` with HeteroscedasticGaussian needs 2 D outputs of shape (..., 2 D): "
-            f"D means, then D log noise variances. Got {shape}."
-        )
-    (mean, log_noise), (variance, spread) = (jnp.split(x, 2, axis=-1) for x in (mean, variance))
-    return mean, variance + bounded_exp(log_noise + spread / 2)
 
 
 class TokenUncertainty(NamedTuple):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from moment_jax.nn.bayesian import Bayesian
 from moment_jax.optim.factors import Factors
 from moment_jax.optim.layer_blocks import Blocks
 from moment_jax.optim.predictions import Fisher, Prediction, SampledFisher
@@ -32,6 +33,9 @@ def value_grad_and_factors(
 
     The true Fisher matrix takes a second backward pass, through the layers' outputs only. The gradients
     equal those of `nnx.grad` bit for bit. The model changes only as the loss itself changes it.
+
+    The factors of an `mj.Bayesian` are those of its plain network at the means: they take passes of
+    their own, in which `model(x)` is that network's output with a covariance of zero.
 
     Args:
       loss_fn: (model, *batch) -> scalar, or (scalar, prediction) for `SampledFisher`. With `PerSample`
@@ -86,7 +90,8 @@ def value_grad_and_factors(
             )
         _batch_size(batch)  # raises without examples
         parts = passes.tapped(model, blocks, batch)
-        if when is None and not exact:
+        random = any(isinstance(node, Bayesian) for _, node in nnx.iter_graph(model))
+        if when is None and not exact and not random:
             value, grads, rest, factors = passes.together(parts, blocks, batch, key)
             nnx.update(model, rest)
             return value, grads, factors

@@ -22,11 +22,11 @@ def for_model(
 ) -> optax.GradientTransformationExtraArgs:
     """The optimiser of all parameters of a model: layers by curvature, the others by Adam.
 
-    `method` takes the layers with curvature factors: plain layers and the means of Bayesian ones.
-    `others` takes the rest: positions, spreads of beliefs, learned priors.
+    `method` takes the layers with curvature factors, of an `mj.Bayesian` their means. `others` takes the
+    rest: positions, spreads of beliefs, learned priors and noise.
 
     Args:
-      model: an NNX module.
+      model: an NNX module, an `mj.Bayesian`, or a module of such; `nnx.eval_shape` of it is enough.
       method: called as method(blocks=...): `kfac` (default), `cg_fac`, or a functools.partial of either.
       others: None for Adam with a learning rate of 1e-2, fast enough for positions to follow the layers.
         The spreads of a Bayesian model start far from where they end: give `optax.adam(0.1)`.
@@ -40,10 +40,12 @@ def for_model(
         `blocks`.
 
     >>> from functools import partial
+    >>> import optax
     >>> from flax import nnx
     >>> import moment_jax as mj
-    >>> model = mj.nn.MLP([3, 4, 1], rngs=nnx.Rngs(0))
-    >>> tx = mj.optim.for_model(model, partial(mj.optim.kfac, momentum=0.9))
+    >>> model = mj.Bayesian(mj.nn.MLP([3, 4, 1], rngs=nnx.Rngs(0)), mj.Gaussian())
+    >>> method = partial(mj.optim.kfac, momentum=0.9)
+    >>> tx = mj.optim.for_model(model, method, others=optax.adam(0.1))
     >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     """
     try:

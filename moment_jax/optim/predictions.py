@@ -99,7 +99,7 @@ class NormalPrediction(_OfArrays):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BayesianCategoricalPrediction(_OfArrays):
-    """Classes with Gaussian logits, as a Bayesian classifier of `mj.nn` returns them.
+    """Classes with Gaussian logits, whose moments a Bayesian classifier returns.
 
     Logits are drawn first, then a class given the logits; the loss is -log p of that class, with a
     gradient through the mean of the logits only. The average outer product of that gradient is

@@ -4,8 +4,8 @@ A tapped copy of a model has layers of subclasses made here, with dummy argument
 own. Whatever the model does with its layers (remat, scan over stacked layers, vmap, jit) it therefore
 does with the dummies too, and no graph has to be matched.
 
-In a Bayesian layer the input a is the MEAN of its random input, and g the gradient of the loss with
-respect to the MEAN of its output. How the kernel's mean enters the covariance of the output is ignored.
+The curvature of an `mj.Bayesian` is that of its plain network at the means: a tapped copy holds that
+network, and nothing in it is random. How means enter the covariance of the output is ignored.
 """
 
 import dataclasses
@@ -21,8 +21,7 @@ from flax import nnx
 from flax.nnx.nn.linear import canonicalize_padding
 from jax import Array
 
-from moment_jax import nn
-from moment_jax.layers import DenseParams, NormParams
+from moment_jax.nn.bayesian import Bayesian
 from moment_jax.optim.factors import DiagonalFactor, EmbeddingFactor, KroneckerFactor
 from moment_jax.optim.layer_blocks import KINDS, Blocks, LayerBlock, flatten
 from moment_jax.optim.statistics import Report, observe
@@ -30,6 +29,10 @@ from moment_jax.optim.statistics import Report, observe
 
 class CurvatureTap(nnx.Param):
     """A dummy argument; a `nnx.Param`, so that a model that scans over its parameters scans over it."""
+
+    def __getitem__(self, key: Any) -> Any:
+        """All of it for `[...]`, also where it is a tuple of arrays."""
+        return self.get_value() if key is Ellipsis else super().__getitem__(key)
 
 
 # (layer, inputs, output) of a call -> inputs (N, T, in) and output (N, T, out)
@@ -94,16 +97,17 @@ ARRANGE: dict[type[nnx.Module], Arrange] = {
     nnx.Conv: _conv,
 }
 """Observed layers, and how a call of each is arranged; add a new layer here."""
-BAYESIAN = nn.Dense | nn.LayerNorm
 
 
 def find_blocks(model: nnx.Module, wrt: Any = nnx.Param) -> Blocks:
     """The curvature blocks of a model: one for each layer whose factors can be captured.
 
     Supported are `nnx.Linear`, `LinearGeneral` (hence the projections of `MultiHeadAttention`), `Embed`,
-    `LayerNorm`, `RMSNorm`, ungrouped `Conv`, subclasses of these that keep `__call__`, and the layers of
-    `mj.nn`. A layer whose parameters are not all trained, as the filter `wrt` tells, or are shared with
-    an earlier layer, has no block; leave such parameters to another optimiser.
+    `LayerNorm`, `RMSNorm`, ungrouped `Conv`, and subclasses of these that keep `__call__`. An
+    `mj.Bayesian`, alone or as part of the model, has the blocks of its network at the means; their
+    parameters are the means of its beliefs, and weights that are certain. A layer whose parameters are
+    not all trained, as the filter `wrt` tells, or are shared with an earlier layer, has no block; leave
+    such parameters to another optimiser. The model may be abstract, as in `nnx.eval_shape`.
     """
     available = set(flatten(nnx.state(model, wrt)))
     blocks = []
@@ -117,14 +121,23 @@ def find_blocks(model: nnx.Module, wrt: Any = nnx.Param) -> Blocks:
 def tap(model: nnx.Module, reports: Mapping[str, tuple[Report, Any]]) -> None:
     """Make the named layers of a model report, in place: pass a copy.
 
-    A report comes with the zeros of which it is the cotangent.
+    A report comes with the zeros of which it is the cotangent. An `mj.Bayesian` holds its plain network
+    at the means then.
     """
-    for layer, block in list(_layers(model)):
+    networks: list[tuple[Bayesian, Any]] = []
+
+    def at_means(bayesian: Bayesian) -> Any:
+        networks.append((bayesian, bayesian.at_means()))
+        return networks[-1][1]
+
+    for layer, block in list(_layers(model, at_means)):
         if block.name in reports:
             # Flax's own assignment would look for variables in the class.
             object.__setattr__(layer, "__class__", _tapped(layer.__class__))
             layer.report, zeros = reports[block.name]
             layer.tap = CurvatureTap(zeros)
+    for bayesian, network in networks:
+        bayesian.make_certain(network)
 
 
 def tapped_reports(taps: Any) -> dict[str, Any]:
@@ -157,12 +170,41 @@ def count_rows(
     return counts
 
 
-def _layers(model: nnx.Module) -> Iterator[tuple[Any, LayerBlock]]:
+def _shapes_at_means(bayesian: Bayesian) -> Any:
+    """The plain network with shapes for arrays, which may be all that the model itself has."""
+
+    def network(bayesian: Bayesian) -> Any:
+        plain = bayesian.at_means()
+        return plain if isinstance(plain, nnx.Module) else ()  # one of linen has no layers of NNX
+
+    return nnx.eval_shape(network, bayesian)
+
+
+def _layers(
+    model: Any, at_means: Callable[[Bayesian], Any] = _shapes_at_means
+) -> Iterator[tuple[Any, LayerBlock]]:
+    """The observed layers; those of an `mj.Bayesian` are the layers of `at_means` of it."""
     for path, node in nnx.iter_graph(model):
-        if isinstance(node, nnx.Module):
-            block = _block("/".join(map(str, path)), node)
-            if block is not None:
-                yield node, block
+        if isinstance(node, Bayesian):
+            for layer, block in _layers(at_means(node)):
+                yield layer, _of_means(block, path, node)
+        elif isinstance(node, nnx.Module):
+            found = _block("/".join(map(str, path)), node)
+            if found is not None:
+                yield node, found
+
+
+def _of_means(block: LayerBlock, path: tuple[Any, ...], bayesian: Bayesian) -> LayerBlock:
+    """The block of a plain network's layer, of the variables that a Bayesian at this path has for it."""
+    owned = {"/".join(map(str, own)): belief for own, belief in bayesian.owned.items()}
+    prefix = "/".join(map(str, (*path, "weights")))
+    leaves, shapes = list(block.leaves), list(block.shapes)
+    for i, leaf in enumerate(block.leaves):
+        leaves[i] = f"{prefix}/{leaf}"
+        if leaf in owned:  # the mean of a family of matrices is a matrix
+            leaves[i], shapes[i] = f"{leaves[i]}/mean", tuple(owned[leaf].mean.shape)
+    name = f"{prefix}/{block.leaves[0]}".rpartition("/")[0]
+    return dataclasses.replace(block, name=name, leaves=tuple(leaves), shapes=tuple(shapes))
 
 
 def _known(cls: Any) -> Any:
@@ -172,17 +214,14 @@ def _known(cls: Any) -> Any:
 
 
 def _block(name: str, layer: Any) -> LayerBlock | None:
-    """The parameters of a layer (of its beliefs, the means), or None if it is not observed."""
-    belief = isinstance(layer, BAYESIAN)
-    if not belief and (_known(type(layer)) is None or not _is_plain(layer)):
+    """The parameters of a layer, or None if it is not observed."""
+    if _known(type(layer)) is None or not _is_plain(layer):
         return None
     leaves = [leaf for leaf in (*KINDS, "bias") if getattr(layer, leaf, None) is not None]
     if not leaves:
         return None
-    prefix, suffix = f"{name}/" if name else "", "/mean" if belief else ""
-    paths = tuple(f"{prefix}{leaf}{suffix}" for leaf in leaves)
-    arrays = (getattr(layer, leaf) for leaf in leaves)
-    shapes = tuple(tuple((x.mean if belief else x).shape) for x in arrays)
+    paths = tuple(f"{name}/{leaf}" if name else leaf for leaf in leaves)
+    shapes = tuple(tuple(getattr(layer, leaf).shape) for leaf in leaves)
     kind, shape = KINDS.get(leaves[0], DiagonalFactor), shapes[0]  # a norm may have biases alone
     outputs, own = 1, 2 if kind is EmbeddingFactor else 1
     if kind is KroneckerFactor:
@@ -206,37 +245,9 @@ def _is_plain(layer: Any) -> bool:
     return True
 
 
-def _observing(params: Any) -> Any:
-    """A subclass of parameters that reports the inputs and output gradients of their mean output."""
-
-    def mean_output(self: Any, inputs: Array) -> Array:
-        """The mean output, observed; one sequence (T, D) is one example."""
-        output, inputs = params.mean_output(self, inputs), jax.lax.stop_gradient(inputs)
-        return observe(self.report, output[None], inputs[None], self.dummies)[0]
-
-    own: Any = [
-        ("report", Any, dataclasses.field(kw_only=True, metadata={"static": True})),
-        ("dummies", Any, dataclasses.field(kw_only=True)),
-    ]
-    name, methods = f"Observed{params.__name__}", {"mean_output": mean_output}
-    made = dataclasses.make_dataclass(name, own, bases=(params,), namespace=methods, frozen=True)
-    return jax.tree_util.register_dataclass(made)
-
-
-OBSERVED = {params: _observing(params) for params in (DenseParams, NormParams)}
-
-
 @functools.cache
 def _tapped(cls: Any) -> type:
     """A subclass whose instances report on their calls."""
-    if issubclass(cls, BAYESIAN):
-
-        def params(self: Any) -> Any:
-            own = cls.params.fget(self)  # a property
-            tapped = {"report": self.report, "dummies": self.tap.get_value()}
-            return OBSERVED[type(own)](**vars(own), **tapped)
-
-        return type(f"Tapped{cls.__name__}", (cls,), {"params": property(params)})
     arrange = ARRANGE[_known(cls)]
 
     def call(self: Any, inputs: Array, *args: Any, **kwargs: Any) -> Array:

@@ -1,5 +1,6 @@
-"""Shardings of parameters by layer names, for beliefs and plain weights."""
+"""Shardings of parameters by layer names: of plain networks, and of `mj.Bayesian`."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,8 +29,9 @@ def partition_spec(
     the other axis is split over `data`. Position tables, all rows of which are used at once, are split
     by features. Arrays of one kernel axis (a bias, the variances of `OutputShared`, the factors of
     `MatrixNormal`, the bases of `KroneckerEigen`) follow that axis. An axis that its devices do not
-    divide is not split, and arrays without a rule are replicated. The leaves of an optimizer's state
-    follow their parameters.
+    divide is not split, and arrays without a rule are replicated. Stacked blocks (`scan=True`) are split
+    below their first axis. The parameters of a belief follow the plain network's array, and the leaves
+    of an optimizer's state their parameters.
 
     Args:
       path: names and indices from the module to the array, as in `nnx.to_flat_state`.
@@ -37,9 +39,24 @@ def partition_spec(
       sizes: mesh axis -> number of devices.
       fsdp: split the parameters over `data` too.
 
-    >>> tuple(partition_spec(("query", "kernel", "mean"), (8, 8), {"data": 2, "model": 4}))
-    ('data', 'model')
+    >>> tuple(partition_spec(("query", "kernel", "mean"), (8, 4, 2), {"data": 2, "model": 4}))
+    ('data', 'model', None)
     """
+    if shape and _is_stacked(path):
+        return PartitionSpec(None, *_spec(path, shape[1:], sizes, fsdp))
+    return _spec(path, shape, sizes, fsdp)
+
+
+def _is_stacked(path: Path) -> bool:
+    """Whether blocks share an array; else a number follows their name."""
+    after = [b for a, b in itertools.pairwise(path) if a == "blocks"]
+    return bool(after) and isinstance(after[0], str)
+
+
+def _spec(
+    path: Path, shape: tuple[int, ...], sizes: Mapping[str, int], fsdp: bool
+) -> PartitionSpec:
+    """The sharding of an array of one layer."""
     names = [name for name in path if isinstance(name, str)]
     array = next((name for name in reversed(names) if name in KERNELS), None)
     if array is None:  # biases of split outputs are split likewise, Flax's by heads
@@ -98,7 +115,7 @@ def shard(module: nnx.Module, mesh: Mesh, *, fsdp: bool = True) -> None:
     """Shard the variables of a module or an `nnx.Optimizer` on a mesh, in place.
 
     Args:
-      module: of beliefs or plain weights; or an optimizer, after the module that it optimises.
+      module: plain, or an `mj.Bayesian`; or an optimizer, after the module that it optimises.
       mesh: from `make_mesh`.
       fsdp: split the parameters over `data` as well as `model`.
     """

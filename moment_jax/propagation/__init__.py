@@ -5,6 +5,7 @@ from moment_jax.propagation import (  # importing them registers their rules
     dense,
     elementwise,
     feed_forward,
+    loops,
     maxima,
     normalization,
     products,

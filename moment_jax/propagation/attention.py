@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance import Certain, Diagonal, Separable
+from moment_jax.covariance import Diagonal, Separable
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt
 from moment_jax.covariance.separable import Cross
 from moment_jax.layers.attention import attended
@@ -97,7 +97,7 @@ def _projected(
 def _summed(propagator: Propagator, node: Node, core: Core) -> Moments | None:
     """A sum over heads or features, as a known output projection."""
     shape, axes = (core.places.size // core.width, core.width), node.params["axes"]
-    m = Moments(jnp.zeros(shape), Certain.zeros(shape), core.places)
+    m = Moments(jnp.zeros(shape), Diagonal.zeros(shape), core.places)
     tokens, features = m.natural()
     if set(axes) & set(tokens):
         return None
@@ -174,6 +174,10 @@ def _moments(
     assumed = "input and weights independent"
     if not own:
         assumed += "; x and memory too"
+        if overlap(weights_in(query.source), weights_in(key.source)):
+            assumed += ", though x has attended to it before"
+        for part in (key, value):
+            part.product.memory = True
     if repeated and not beside:
         assumed += "; heads too, though they share keys or values"
     if query.turn is not None or key.turn is not None:
@@ -234,7 +238,7 @@ def _core(propagator: Propagator, node: Node) -> Core | None:
         if layout is None or not _each_used_once(nodes, (left, right, value)):
             return None
         same = layout[0].parts[1].x.mean is value.x.mean  # keys and values of one sequence
-        return _read(weights, scores, *layout) if same else None
+        return _read(propagator, weights, scores, *layout) if same else None
     return None
 
 
@@ -256,14 +260,20 @@ def _each_used_once(nodes: Sequence[Node], parts: Sequence[Projection]) -> bool:
                 return False
         elif overlap(after[i], after[j]):
             return False
-        if a.x.mean is not b.x.mean and overlap(before[i], before[j]):
-            return False  # of x and its memory
+        if a.x.mean is not b.x.mean and overlap(_own(a.source) if i == 0 else before[i], before[j]):
+            return False  # of x and its memory, other than through attention to a memory
     return True
 
 
+def _own(source: Any) -> Sequence[Weight]:
+    """The weights on which an array depends other than through what it attended to before."""
+    return regions.weights_of(source, None) if isinstance(source, Node) else []
+
+
 def _read(
-    weights: Node, scores: Node, core: Core, at_scores: np.ndarray, at_weights: np.ndarray
-) -> Core | None:
+    propagator: Propagator, weights: Node, scores: Node, core: Core, at_scores: np.ndarray,
+    at_weights: np.ndarray,
+) -> Core | None:  # fmt: skip
     """Mask, scale and parameters, read off the values of the weights."""
     width = core.columns[0].shape[1]
     zero = np.zeros(scores.shape, scores.dtype)
@@ -287,8 +297,12 @@ def _read(
     rows = by_scores
     if not all(map(is_known, found)):
         rows = _rows(*(y.reshape(-1)[at_weights] for y in found))
+        if _same_for_all(propagator, weights, scores, at_scores):
+            rows = rows._replace(mask=rows.mask[0, :1])
     elif allowed.all():
         rows = rows._replace(mask=None)
+    elif (allowed == allowed[:1, :1]).all():
+        rows = rows._replace(mask=jnp.asarray(allowed[0, :1]))
     elif (allowed == allowed[:1]).all():
         rows = rows._replace(mask=jnp.asarray(allowed[0]))
     query, *others = core.parts
@@ -297,6 +311,28 @@ def _read(
     if core.columns[2].shape[1] != width:
         return None
     return core._replace(parts=(query, *others), rows=rows)
+
+
+def _same_for_all(
+    propagator: Propagator, weights: Node, scores: Node, at_scores: np.ndarray
+) -> bool:
+    """Whether a mask that is not known while tracing is the same for all heads and queries."""
+    rows = np.empty(scores.size, int)  # of each score, its head and query
+    heads, queries, keys = at_scores.shape
+    rows[at_scores.ravel()] = np.repeat(np.arange(heads * queries), keys)
+    for node in regions.between(weights, scores):
+        unknown = [x for x in node.operands if not isinstance(x, Node) and not is_known(x)]
+        if not unknown:
+            continue
+        places = regions.follow(node, scores)
+        if places is None or any(np.shape(x) != tuple(node.shape) for x in unknown):
+            return False
+        row = rows[places]
+        varying = {i for i in range(row.ndim) if (row != row.take([0], i)).any()}
+        constant = (propagator.repeats.get(id(x), (x, set()))[1] for x in unknown)
+        if not all(varying <= axes for axes in constant):
+            return False
+    return True
 
 
 def _rows(flat: Any, noisy: Any) -> Rows:

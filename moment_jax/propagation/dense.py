@@ -115,7 +115,7 @@ def _rows(propagator: Propagator, node: Node) -> Moments | None:
     if belief is None:
         return None
     flat = jnp.reshape(ids, (-1,))
-    mean, cov = embedding(flat, belief, propagator.structure, landmarks=len(flat))
+    mean, cov = embedding(flat, belief, propagator.structure, landmarks=propagator.landmarks)
     features = tuple(numbers.offset_dims)
     tokens = tuple(i for i in range(node.ndim) if i not in features)
     propagator.note(node, "embedding", "rows as the family represents them")

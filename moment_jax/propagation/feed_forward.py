@@ -5,7 +5,7 @@ from functools import partial
 import jax.numpy as jnp
 import numpy as np
 
-from moment_jax.covariance import Certain, Separable
+from moment_jax.covariance import Diagonal, Separable
 from moment_jax.layers.params import DenseParams, FeedForwardParams
 from moment_jax.layers.rules import rules_of
 from moment_jax.propagation.branches import through_layer
@@ -28,8 +28,10 @@ def _feed_forward(propagator: Propagator, node: Node) -> Moments | None:
         if found is None or hidden is None or hidden.turn is not None:
             continue
         x, (d, width) = hidden.x, hidden.layer.kernel.shape
+        if len(x.mean) == 1:  # no tokens that share noise: layer by layer is nearer
+            continue
         shape = len(x.mean), width
-        layout = Moments(jnp.zeros(shape), Certain.zeros(shape), np.asarray(hidden.places))
+        layout = Moments(jnp.zeros(shape), Diagonal.zeros(shape), np.asarray(hidden.places))
         output = read_dense(propagator, node, layout)
         apart = independent(*node.operands) and independent(*hidden.product.operands)
         if output is None or output.x.mean is not layout.mean or not apart:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,7 @@ class Node:
     moments: Moments | None = None
     weights: frozenset[Weight] = frozenset()  # on which it depends
     tied: bool = False  # whether an operand is a weight on which another depends
+    memory: bool = False  # whether its random operand is taken as independent of all else
 
     def __post_init__(self) -> None:
         found = [weights_in(x) for x in self.operands]
@@ -66,6 +68,18 @@ class Node:
     def nodes(self) -> list[Node]:
         """The operands that are nodes."""
         return [x for x in self.operands if isinstance(x, Node)]
+
+    @property
+    def origins(self) -> list[Node]:
+        """The operands that are nodes and count for what it depends on."""
+        return [] if self.memory else self.nodes
+
+
+def given(moments: Moments, dtype: Any, weights: Iterable[Weight]) -> Node:
+    """An array of known moments that depends on these weights: an input, or what a loop carries."""
+    node = Node(_GIVEN, {}, tuple(weights), moments.shape, dtype, ())
+    node.moments = moments
+    return node
 
 
 def is_random(value: Value) -> bool:
@@ -99,20 +113,32 @@ def as_floating(value: Any) -> Array:
     return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(float)
 
 
+Repeats = dict[int, tuple[Any, set[int]]]  # by the id of an array: itself, and its constant axes
+# fmt: off
+_BY_ENTRY = {
+    "and", "or", "not", "eq", "ne", "select_n", "convert_element_type", "mul", "add", "sub",
+}
+# fmt: on
 _DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 _BELIEF = SimpleNamespace(name="belief")  # the primitive of a weight used as a random array
+_GIVEN = SimpleNamespace(name="given")  # that of an array of known moments
+LOOP = SimpleNamespace(
+    name="loop"
+)  # that of a scan over stacked weights, and of what is recomputed
 _WITH_WEIGHTS = {"add", "add_any", "sub", "mul", "div"}
 
 
 class Recorder:
     """Builds the graph of a jaxpr."""
 
-    def __init__(self) -> None:
+    def __init__(self, repeats: Repeats, *, unrolls: bool = False) -> None:
+        self.repeats = repeats
+        self.unrolls = unrolls  # whether loops are unrolled
         # Values are keyed by id, and kept so that no id is reused.
         self.drawn: dict[int, Any] = {}  # random numbers that the function drew
         self.beliefs: dict[int, Node] = {}  # by weight
         self.formed: dict[int, tuple[Weight, Any, Any]] = {}  # multiples of weights, and from what
-        self.rows: dict[tuple[int, int], tuple[Weight, Weight]] = {}  # a stack and one of its rows
+        self.rows: dict[tuple[int, Any], tuple[Weight, Weight]] = {}  # a stack and its rows
         self.found: dict[Any, Any] = {}  # results of each operation, which is not repeated
         self.calls: tuple[Any, ...] = ()  # sources of the enclosing calls, innermost first
 
@@ -135,6 +161,7 @@ class Recorder:
         name = eqn.primitive.name
         if not any(map(is_random, operands)) and name not in ("jit", "pjit"):
             results = evaluate(eqn.primitive, operands, eqn.params)
+            self._note_repeats(eqn, operands, results[0])
             if name in _DRAWS or any(id(x) in self.drawn for x in operands):
                 self.drawn.update({id(x): x for x in results})
             return results
@@ -147,6 +174,10 @@ class Recorder:
         by_patches = as_patches(eqn)
         if by_patches is not None:
             return self._applied(by_patches, operands, eqn)
+        if name in ("remat2", "checkpoint") and not self.unrolls:
+            return self._recomputed(eqn, operands) or self._entered(
+                eqn, eqn.params["jaxpr"], operands
+            )
         for inner in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
             if inner in eqn.params:
                 return self._entered(eqn, eqn.params[inner], operands)
@@ -161,6 +192,28 @@ class Recorder:
             results = self._weights(eqn, operands) or self._nodes(eqn, operands)
             self.found[key] = operands, results
         return self.found[key][1]
+
+    def _note_repeats(self, eqn: Any, operands: list[Value], array: Any) -> None:
+        """Remember along which axes a certain array repeats itself, such as a padding mask."""
+        name, shape = eqn.primitive.name, np.shape(array)
+        known = [
+            {i for i, n in enumerate(np.shape(x)) if n == 1}
+            | self.repeats.get(id(x), (x, set()))[1]
+            for x in operands
+        ]
+        axes = set(range(len(shape)))
+        if name == "broadcast_in_dim":
+            placed = enumerate(eqn.params["broadcast_dimensions"])
+            axes -= {place for i, place in placed if i not in known[0]}
+        elif name == "transpose":
+            axes = {i for i, old in enumerate(eqn.params["permutation"]) if old in known[0]}
+        elif name in _BY_ENTRY:
+            axes = axes.intersection(
+                *(k for k, x in zip(known, operands, strict=True) if np.ndim(x))
+            )
+        else:
+            return
+        self.repeats[id(array)] = array, axes
 
     def source(self, eqn: Any) -> tuple[Any, ...]:
         """Source of an equation, and of the calls around it."""
@@ -246,6 +299,10 @@ class Recorder:
         steps = range(p["length"])
         stacked: dict[int, list[Value]] = {}
         for i in reversed(steps) if p["reverse"] else steps:
+            if i == 1 and not p["reverse"] and len(stacked[0]) == 0:
+                found = self._looped(eqn, consts, state, over)
+                if found is not None:
+                    return [found]
             before = frozenset().union(*map(weights_in, state))
             out = self._entered(eqn, body, [*consts, *state, *(self._row(x, i, eqn) for x in over)])
             state, stacked[i] = out[:carry], out[carry:]
@@ -258,6 +315,42 @@ class Recorder:
                 )
         ys = [[stacked[i][j] for i in steps] for j in range(len(eqn.outvars) - carry)]
         return [*state, *(self._stacked(rows, eqn) for rows in ys)]
+
+    def _looped(self, eqn: Any, consts: Any, state: list[Value], over: Any) -> Node | None:
+        """All steps of a scan but the first as one loop, if that is possible.
+
+        The first step is the graph's own: it shows the layout, the pool and the form of the structure in
+        which the others carry the only random array.
+        """
+        length = eqn.params["length"]
+        stacks = [x for x in over if isinstance(x, Weight)]
+        simple = len(state) == 1 and isinstance(state[0], Node) and length > 2 and not self.unrolls
+        arrays = not any(isinstance(x, Node) for x in over)
+        arrays = arrays and not any(isinstance(x, Weight) for x in consts)
+        if not simple or not arrays or not all(x.is_stack for x in stacks):
+            return None
+        later = [
+            self._row(x, slice(1, length), eqn) if isinstance(x, Weight) else x[1:] for x in over
+        ]
+        return self._loop(eqn, [*consts, *state, *later], len(consts), len(later), length - 1)
+
+    def _recomputed(self, eqn: Any, operands: list[Value]) -> list[Value] | None:
+        """What `jax.checkpoint` computes of one random array, as one node."""
+        nodes = [i for i, x in enumerate(operands) if isinstance(x, Node)]
+        same = [i for i in nodes if operands[i].shape == eqn.outvars[0].aval.shape]
+        if len(eqn.outvars) != 1 or not same:
+            return None
+        return [self._loop(eqn, operands, same[0], len(operands) - same[0] - 1, None)]
+
+    def _loop(
+        self, eqn: Any, operands: list[Value], carry: int, over: int, length: int | None
+    ) -> Node:
+        """A node for the body of a scan or of a checkpoint, which carries one of its operands."""
+        out = eqn.outvars[0].aval
+        params = {"body": _opened(eqn.params["jaxpr"]), "carry": carry, "over": over}
+        params |= {"length": length, "options": eqn.params}
+        params["consts"] = getattr(eqn.params["jaxpr"], "consts", ())
+        return Node(LOOP, params, tuple(operands), out.shape, out.dtype, self.source(eqn))
 
     def _stacked(self, rows: list[Value], eqn: Any, axis: int = 0) -> Value:
         """Arrays stacked along a new axis."""
@@ -273,13 +366,14 @@ class Recorder:
         shapes = [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in operands]
         return self._entered(eqn, jax.make_jaxpr(fn)(*shapes), operands)
 
-    def _row(self, x: Value, i: int, eqn: Any) -> Value:
+    def _row(self, x: Value, i: int | slice, eqn: Any) -> Value:
         if not isinstance(x, Weight):
-            return self._applied(lambda a: jax.lax.index_in_dim(a, i, 0, False), [x], eqn)[0]
+            return self._applied(lambda a: a[i], [x], eqn)[0]
         # One belief for each row, however often the stack is scanned over.
-        if (id(x), i) not in self.rows:
-            self.rows[id(x), i] = x, x.row(i)
-        return self.rows[id(x), i][1]
+        key = id(x), str(i)
+        if key not in self.rows:
+            self.rows[key] = x, x.row(i) if isinstance(i, int) else x.later(i.start)
+        return self.rows[key][1]
 
 
 def _identity(x: Value) -> Any:

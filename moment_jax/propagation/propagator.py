@@ -12,9 +12,18 @@ from jax import Array
 
 from moment_jax.covariance import STRUCTURES, Covariance, Separable
 from moment_jax.covariance.separable import started
-from moment_jax.posterior import Posterior
-from moment_jax.propagation.errors import explain, refuse, register, shapes, where
-from moment_jax.propagation.graph import Node, Recorder, Value, as_floating, independent, is_random
+from moment_jax.posterior import Factorized, Posterior
+from moment_jax.propagation.errors import PropagationError, explain, refuse, register, shapes, where
+from moment_jax.propagation.graph import (
+    Node,
+    Recorder,
+    Repeats,
+    Value,
+    as_floating,
+    given,
+    independent,
+    is_random,
+)
 from moment_jax.propagation.moments import Axes, Moments, as_rows, by_last_axis, fresh
 from moment_jax.propagation.receipt import Receipt, Step
 from moment_jax.propagation.weights import Weight
@@ -28,25 +37,33 @@ class Propagator:
     """Computes the moments of a graph's nodes in one structure."""
 
     structure: type[Covariance]
+    landmarks: int | None = None  # of `Separable`
     pool: Array | None = None  # pool sequences as long as this over its tokens, see `Pooled`
     output: Value = None  # of the function
     steps: dict[Node, Step] = dataclasses.field(default_factory=dict)
     known: dict[Any, tuple[Any, Moments]] = dataclasses.field(default_factory=dict)  # if certain
+    unrolls: bool = False  # whether loops are unrolled, for a receipt
+    repeats: Repeats = dataclasses.field(default_factory=dict)  # of certain arrays
+    longest: int = 1  # tokens of the longest sequence
 
     def run(self, one_pass: Callable[["Propagator"], Moments]) -> Moments:
-        """Moments from one pass, or from a second one if an attention mask calls for pooling."""
-        try:
-            return one_pass(self)
-        except Pooled as found:
-            (self.pool,) = found.args
+        """Moments from one pass, or from another if a mask calls for pooling, or loops have no rule."""
+        while True:
+            try:
+                return one_pass(self)
+            except Pooled as found:
+                (self.pool,) = found.args
+            except PropagationError:
+                if self.unrolls:
+                    raise
+                self.unrolls = True  # what a loop cannot carry, its operations one by one may
             self.steps.clear()
             self.known.clear()
-            return one_pass(self)
 
     def moments(self, value: Value) -> Moments:
         """Moments of a node, a weight or a certain array."""
         if isinstance(value, Weight):
-            return value.moments(self.structure)
+            return value.moments(self.structure, self.landmarks)
         if not isinstance(value, Node):
             return self.certain(value, by_last_axis(np.ndim(value))[1])
         if value.moments is None:
@@ -60,7 +77,7 @@ class Propagator:
             x = as_floating(array)
             tokens = tuple(i for i in range(x.ndim) if i not in features)
             mean = as_rows(x, tokens, features)
-            cov = started(self.structure, mean.shape, mean.dtype, len(mean))
+            cov = started(self.structure, mean.shape, mean.dtype, self.landmarks)
             found = fresh(mean, cov, x.shape, tokens, features)
             self.known[key] = array, self.pooled(found)  # kept, so that no id is reused
         return self.known[key][1]
@@ -80,7 +97,11 @@ class Propagator:
         for rule in (*_REGISTERED[node.op], *PATTERNS, *RULES[node.op]):
             found = rule(self, node)
             if found is not None:
-                return self.pooled(found)
+                self.longest = max(self.longest, found.cov.shape[0])
+                kept = found.cov.at_landmarks(self.landmarks)
+                return self.pooled(
+                    found if kept is found.cov else dataclasses.replace(found, cov=kept)
+                )
         shared = "" if independent(*node.operands) else ", which have a random array in common"
         what = f"`{node.op}` of random {shapes(node.operands)}{shared}"
         raise refuse(what, node.source, f"No rule or pattern covers it. {register(node)}")
@@ -150,8 +171,17 @@ def propagation_rule(primitive: str) -> Callable[[Callable[..., tuple[Array, Any
     return enter
 
 
+def is_random_input(x: Any) -> bool:
+    """Whether an input is given by its moments, (mean, cov)."""
+    return isinstance(x, tuple) and len(x) == 2 and isinstance(x[1], Covariance)
+
+
 def propagate(
-    fn: Callable[..., Any], *, structure: type[Covariance] = Separable, receipt: bool = False
+    fn: Callable[..., Any],
+    *,
+    structure: type[Covariance] = Separable,
+    landmarks: int | None = None,
+    receipt: bool = False,
 ) -> Callable[..., Any]:
     """Mean and covariance of a function of random weights, in one analytic pass.
 
@@ -160,22 +190,27 @@ def propagate(
     Layer and RMS normalisation, attention and residual sums are recognised by what they compute,
     whichever module wrote them, and use the library's transforms.
 
-    Assumes that weight arrays are independent of each other, and a single input: for a batch, use
-    jax.vmap (axes of size one are fine). This is the right predictive distribution for variational
-    posteriors; a Laplace approximation describes the linearised network, so use `linearised` there.
+    Assumes that weight arrays are independent of each other and of random inputs, and a single input:
+    for a batch, use jax.vmap (axes of size one are fine). A decoder's memory is taken as independent of
+    what attends to it, as in `mj.decoder_block`; the receipt says so. This is the right predictive
+    distribution for variational posteriors; a Laplace approximation describes the linearised network, so
+    use `linearised` there.
 
     Args:
       fn: `fn(params, *inputs)`, returning one array.
       structure: of the covariances. `mj.Full` is the most exact and suits small arrays: its size is the
         square of the array's.
+      landmarks: tokens at which `Separable` keeps the covariance of a long sequence, see
+        `Separable.zeros`; with a causal mask, all of them.
       receipt: also return the list of operations, each with its rule and assumption; outside of jax.jit.
         `mj.reference.closure_report` takes this list.
 
     Returns:
       A function of `params`, a pytree with a `Posterior` for each random array and arrays elsewhere,
-      and of certain inputs. It returns the output's mean and covariance as a sequence (T, D): the last
-      axis holds the features, all others the tokens; an output (D,) is one token. With `receipt` also a
-      `Receipt`, a list of `Step`.
+      and of the inputs: arrays, or a random one as (mean, cov), with cov that of the mean as a sequence
+      (T, D). Loops over stacked weights and `jax.checkpoint` are kept, but for receipts. It returns the
+      output's mean and covariance as a sequence (T, D): the last axis holds the features, all others
+      the tokens; an output (D,) is one token. With `receipt` also a `Receipt`, a list of `Step`.
 
     Raises:
       PropagationError: if an operation has no rule; names the line it came from.
@@ -189,7 +224,7 @@ def propagate(
     if not callable(fn):
         raise TypeError(
             f"`propagate(fn)` needs a function fn(params, x). Got {type(fn).__name__}. For a Flax "
-            "module, use mj.bayesian(module, posterior)."
+            "module, use mj.Bayesian(module)."
         )
     if not (isinstance(structure, type) and issubclass(structure, Covariance)):
         raise TypeError(
@@ -198,7 +233,7 @@ def propagate(
         )
 
     def propagated(params: Any, *inputs: Any) -> Any:
-        propagator = Propagator(structure)
+        propagator = Propagator(structure, landmarks, unrolls=receipt)
         mean, cov = materialized_inputs(_run)(propagator, fn, params, inputs)
         return (mean, cov, Receipt(propagator)) if receipt else (mean, cov)
 
@@ -212,23 +247,53 @@ def _run(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[Arr
         return isinstance(leaf, Posterior)
 
     at = jax.tree.map(lambda x: x.mean if is_belief(x) else x, params, is_leaf=is_belief)
+    means = jax.tree.map(
+        lambda x: x[0] if is_random_input(x) else x, inputs, is_leaf=is_random_input
+    )
     try:
-        traced = jax.make_jaxpr(fn)(at, *inputs)
+        traced = jax.make_jaxpr(fn)(at, *means)
     except Exception as error:
-        explain("propagate", fn, at, inputs, error)
+        explain("propagate", fn, at, means, error)
         raise
-    leaves = [*jax.tree.leaves(params, is_leaf=is_belief), *jax.tree.leaves(inputs)]
-    arguments = [Weight.of(x) if is_belief(x) else jnp.asarray(x) for x in leaves]
+    leaves = jax.tree.leaves(params, is_leaf=is_belief)
+    leaves += jax.tree.leaves(inputs, is_leaf=is_random_input)
     if len(traced.jaxpr.outvars) != 1:
         raise TypeError(
             "`propagate(fn)` needs a function that returns one array. Got "
             f"{len(traced.jaxpr.outvars)}. Pick one, as in lambda params, x: fn(params, x)[0]."
         )
 
+    def argument(x: Any) -> Value:
+        if is_belief(x):
+            return Weight.of(x)
+        return _random(propagator, *x) if is_random_input(x) else jnp.asarray(x)
+
     def one_pass(propagator: Propagator) -> Moments:
-        (propagator.output,) = Recorder().run(traced.jaxpr, traced.consts, arguments)
+        arguments = [argument(x) for x in leaves]
+        recorder = Recorder(propagator.repeats, unrolls=propagator.unrolls)
+        (propagator.output,) = recorder.run(traced.jaxpr, traced.consts, arguments)
         return propagator.moments(propagator.output)
 
     m = propagator.run(one_pass)
+    if propagator.landmarks is not None and propagator.landmarks > propagator.longest:
+        raise ValueError(
+            "`landmarks` needs to be at most the number of tokens of the longest sequence, "
+            f"{propagator.longest}. Got {propagator.landmarks}. None means all of up to 256 tokens."
+        )
     found = m.sequence(*by_last_axis(m.ndim))
     return found.mean, found.cov
+
+
+def _random(propagator: Propagator, mean: Any, cov: Any) -> Node:
+    """A random input; a belief of its own stands for what makes it random."""
+    axes = by_last_axis(np.ndim(mean))
+    rows = as_rows(mean, *axes)
+    if type(cov) is not propagator.structure or tuple(cov.shape) != rows.shape:
+        raise ValueError(
+            f"A random input (mean, cov) needs a covariance in {propagator.structure.__name__} of shape "
+            f"{rows.shape}, that of its mean as a sequence. Got {type(cov).__name__} of shape "
+            f"{tuple(cov.shape)}."
+        )
+    own = Weight.of(Factorized(rows, jnp.zeros_like(rows)))
+    moments = propagator.pooled(fresh(rows, cov, np.shape(mean), *axes))
+    return given(moments, rows.dtype, [own])

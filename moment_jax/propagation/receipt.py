@@ -29,7 +29,20 @@ class Step(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Receipt(list[Step]):
+class Steps(list[Step]):
+    """The operations of one pass; prints as a table."""
+
+    def __str__(self) -> str:
+        rows = [("rule", "shape", "assumes", "where")]
+        rows += [(x.rule, "x".join(map(str, x.shape)), x.assumes, x.where) for x in self]
+        wide = [max(len(row[i]) for row in rows) for i in range(3)]
+        return "\n".join(
+            "  ".join((*(x.ljust(n) for x, n in zip(row, wide, strict=False)), row[3])).rstrip()
+            for row in rows
+        )
+
+
+class Receipt(Steps):
     """The operations of one pass, in the order in which their moments were computed.
 
     `mj.reference.closure_report(receipt, x, structures, key)` checks it stage by stage. Stages end at
@@ -61,7 +74,7 @@ def _cuts(nodes: list[Node], output: Node) -> list[Node]:
         if node is output or is_view(node) or not jnp.issubdtype(node.dtype, jnp.floating):
             continue
         before, after = between(node, None), between(output, node)
-        apart = not overlap(node.weights, weights_of(output, node))
+        apart = not overlap(node.weights, weights_of(output, node, lambda n: n.nodes))
         if apart and not before & after and (not found or found[-1] in before):
             found.append(node)
     return found
@@ -93,7 +106,7 @@ class Stage:
 
         kept = [(node, node.moments) for node in between(self.end, None)]
         try:
-            m = type(self.propagator)(type(cov)).run(one_pass)
+            m = type(self.propagator)(type(cov), self.propagator.landmarks).run(one_pass)
         finally:
             for node, moments in kept:
                 node.moments = moments
@@ -102,7 +115,7 @@ class Stage:
 
     def draw(self, key: Array, x: Array) -> Array:
         """The end in one sampled network, given the start as a sequence."""
-        weights = weights_of(self.end, self.start)
+        weights = weights_of(self.end, self.start, lambda n: n.nodes)
         beliefs = {id(w.posterior): w.posterior for w in weights}
         keys = jax.random.split(key, max(len(beliefs), 1))
         known: dict[Any, Any] = {

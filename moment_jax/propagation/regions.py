@@ -28,9 +28,11 @@ REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or
 BY_ROW = ELEMENTWISE | REDUCTIONS | VIEWS
 
 
-def weights_of(root: Node, source: Node | None) -> list[Weight]:
-    """The weights that an array depends on other than through `source`."""
-    nodes = sorted(between(root, source), key=lambda n: n.index)
+def weights_of(
+    root: Node, source: Node | None, operands: Callable[[Node], list[Node]] = lambda n: n.origins
+) -> list[Weight]:
+    """The weights that an array depends on other than through `source`, or a decoder's memory."""
+    nodes = sorted(between(root, source, operands), key=lambda n: n.index)
     weights = (x for n in nodes for x in n.operands if isinstance(x, Weight))
     return list(dict.fromkeys(x for x in weights if not isinstance(x.posterior, Point)))
 
@@ -45,7 +47,9 @@ def fork(nodes: list[Node]) -> Node | None:
     return None
 
 
-def between(root: Node, source: Node | None) -> set[Node]:
+def between(
+    root: Node, source: Node | None, operands: Callable[[Node], list[Node]] = lambda n: n.nodes
+) -> set[Node]:
     """The nodes that an array depends on, down to but without the source."""
     seen: set[Node] = set()
     stack = [root]
@@ -54,7 +58,7 @@ def between(root: Node, source: Node | None) -> set[Node]:
         if node is source or node in seen:
             continue
         seen.add(node)
-        stack.extend(node.nodes)
+        stack.extend(operands(node))
     return seen
 
 
@@ -70,7 +74,7 @@ def dominators(
         if not expandable(last):
             return
         frontier.remove(last)
-        frontier.update(last.nodes)
+        frontier.update(last.origins)
 
 
 def sources(node: Node, expandable: Callable[[Node], bool]) -> Iterator[Node]:

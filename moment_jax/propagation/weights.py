@@ -33,7 +33,7 @@ class Weight(View):
     posterior: Posterior
     places: np.ndarray  # the flat index of each entry's weight
     root: Posterior | None = None  # the belief of which `posterior` is a row or a multiple
-    rows: tuple[int, ...] = ()  # which row of `root`
+    rows: tuple[range, ...] = ()  # which rows of `root`, axis by axis
 
     @classmethod
     def of(cls, posterior: Posterior) -> Weight:
@@ -51,22 +51,33 @@ class Weight(View):
         """Dtype of the weights."""
         return self.posterior.mean.dtype
 
-    def row(self, i: int) -> Weight:
-        """Row i, with a belief of its own if this is a stack of beliefs."""
+    @property
+    def is_stack(self) -> bool:
+        """Whether this is a whole stack of beliefs, with an independent one for each row."""
         p = self.posterior
         dims = 2 * p.mean.ndim - p.cov.ndim if isinstance(p, FullNormal) else p.mean.ndim - 2
         stacked = isinstance(p, Point | Factorized) or dims > 0
-        if not stacked or not np.array_equal(self.places.ravel(), np.arange(p.mean.size)):
+        return stacked and np.array_equal(self.places.ravel(), np.arange(p.mean.size))
+
+    def row(self, i: int) -> Weight:
+        """Row i, with a belief of its own if this is a stack of beliefs."""
+        if not self.is_stack:
             return dataclasses.replace(self, places=self.places[i])
-        own = Weight.of(jax.tree.map(lambda a: a[i], p))
-        return dataclasses.replace(own, root=self.origin, rows=(*self.rows, i))
+        own = Weight.of(jax.tree.map(lambda a: a[i], self.posterior))
+        return dataclasses.replace(own, root=self.origin, rows=(*self.rows, range(i, i + 1)))
+
+    def later(self, first: int) -> Weight:
+        """The rows of a stack of beliefs from this one on."""
+        own = Weight.of(jax.tree.map(lambda a: a[first:], self.posterior))
+        rows = (*self.rows, range(first, len(self.places)))
+        return dataclasses.replace(own, root=self.origin, rows=rows)
 
     def apart(self, other: Weight) -> bool:
         """Whether this view and another are independent."""
         if self.origin is not other.origin:
             return True
-        n = min(len(self.rows), len(other.rows))
-        if self.rows[:n] != other.rows[:n]:
+        rows = zip(self.rows, other.rows, strict=False)
+        if any(max(a.start, b.start) >= min(a.stop, b.stop) for a, b in rows):
             return True
         entrywise = isinstance(self.posterior, Factorized | OutputShared)
         same = self.posterior is other.posterior
@@ -98,12 +109,12 @@ class Weight(View):
         moved = Weight.of(Factorized(mean, variance))
         return dataclasses.replace(moved, root=self.origin, rows=self.rows)
 
-    def moments(self, structure: type[Covariance]) -> Moments:
+    def moments(self, structure: type[Covariance], landmarks: int | None) -> Moments:
         """Moments of the view as a random array."""
         posterior = self.posterior
         mean = jnp.reshape(posterior.mean, (-1, (posterior.shape or (1,))[-1]))
         if isinstance(posterior, Point):
-            cov: Any = started(structure, mean.shape, mean.dtype, len(mean))
+            cov: Any = started(structure, mean.shape, mean.dtype, landmarks)
         elif isinstance(posterior, FullNormal):
             cov = structure.project(jnp.reshape(posterior.cov, (*mean.shape, *mean.shape)))
         elif isinstance(posterior, MatrixNormal):
@@ -112,7 +123,7 @@ class Weight(View):
             cov = structure.project(posterior.dense_cov())
         else:
             cov = structure.independent(jnp.reshape(posterior.marginal_variance(), mean.shape))
-        return Moments(mean, cov, self.places)
+        return Moments(mean, cov.at_landmarks(landmarks), self.places)
 
 
 def overlap(left: Iterable[Weight], right: Iterable[Weight]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,9 @@ from numpy.typing import ArrayLike
 from moment_jax import covariance as structures
 from moment_jax.covariance import Covariance
 from moment_jax.covariance.numerics import correlation_of
+from moment_jax.posterior import sample_params
 from moment_jax.posterior.linalg import psd_sqrt
+from moment_jax.propagation import propagate
 
 
 class Agreement(NamedTuple):
@@ -63,8 +65,43 @@ class ClosureRow(NamedTuple):
     layer: Agreement
 
 
+class Stage(NamedTuple):
+    """One part of a network, whose weights no other part has."""
+
+    name: str
+    moments: Callable[[Array, Any], tuple[Array, Any]]  # of one sequence, mean and covariance
+    draw: Callable[[Array, Array], Array]  # (key, x) -> the output of one drawn network
+
+    @classmethod
+    def of(cls, index: int, given: Any) -> Any:
+        """The stage of a function with its beliefs, or of a model; a stage itself as it is."""
+        if all(hasattr(given, name) for name in cls._fields):
+            return given
+        if isinstance(given, tuple) and len(given) == 2 and callable(given[0]):
+            fn, params = given
+            name = getattr(fn, "__name__", type(fn).__name__)
+
+            def moments(mean: Array, cov: Any) -> tuple[Array, Any]:
+                found: tuple[Array, Any] = propagate(fn, structure=type(cov))(params, (mean, cov))
+                return found
+
+            return cls(f"{index} {name}", moments, lambda key, x: fn(sample_params(params, key), x))
+        if not hasattr(given, "replace") or getattr(given, "batch_axes", False):
+            raise TypeError(
+                "`closure_report` needs stages: pairs (fn, params) of a function fn(params, x) and its "
+                "beliefs, or mj.Bayesian(..., batch_axes=0). Got "
+                f"{type(given).__name__}."
+            )
+
+        def of_model(mean: Array, cov: Any) -> tuple[Array, Any]:
+            out = given.replace(structure=type(cov))((mean, cov))
+            return out.mean, out.cov
+
+        return cls(f"{index} {given.name}", of_model, lambda key, x: given.sample(key)(x))
+
+
 def closure_report(
-    module: Any,
+    stages: Any,
     x: Array,
     structures: Sequence[type[Covariance]],
     key: Array,
@@ -77,9 +114,10 @@ def closure_report(
     once: n T D numbers per structure (and for `Full` a matrix of (T D)^2).
 
     Args:
-      module: a Bayesian module, or the receipt of `mj.propagate(fn, receipt=True)` at x (anything with
-        `sequence(x)` and `stages`, each with `name`, `moments` and `draw`).
-      x: one deterministic input: (T, D), or one image for a `VisionTransformer`.
+      stages: the parts of a network in their order, which share no weights: pairs (fn, params) of a
+        function fn(params, x) of one sequence and its beliefs, or `mj.Bayesian(..., batch_axes=0)`. Or
+        the receipt of `mj.propagate(fn, receipt=True)` at x, which has its own.
+      x: one deterministic input, (T, D); of a receipt, that of its function.
       structures: covariance structures to compare.
       key: a JAX random key.
       num_samples: number of networks drawn.
@@ -90,18 +128,19 @@ def closure_report(
     Raises:
       ValueError: if x is a batch.
     """
-    start = jnp.asarray(module.sequence(x))
+    start = jnp.asarray(stages.sequence(x) if hasattr(stages, "sequence") else x)
     if start.ndim != 2:
         raise ValueError(
-            "`closure_report` needs one input, a sequence (T, D) once the module has cut it into "
-            f"tokens. Got {tuple(start.shape)}. For a batch, call it once for each input."
+            "`closure_report` needs one input, a sequence (T, D). Got "
+            f"{tuple(start.shape)}. For a batch, call it once for each input."
         )
+    parts = [Stage.of(i, part) for i, part in enumerate(getattr(stages, "stages", stages))]
     exact = jnp.broadcast_to(start, (num_samples, *start.shape))
     closed = dict.fromkeys(structures, exact)
     shape = start.shape[0], start.shape[1]
     passed = {s: (start, s.zeros(shape, start.dtype)) for s in structures}
     rows = []
-    for i, stage in enumerate(module.stages):
+    for i, stage in enumerate(parts):
         draw_key, noise_key = jax.random.split(jax.random.fold_in(key, i))
         keys = jax.random.split(draw_key, num_samples)
         draw, moments = jax.jit(jax.vmap(stage.draw)), jax.jit(stage.moments)

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import moment_jax as mj
-from moment_jax.covariance import Certain, Covariance, Diagonal, Full, Separable
-from tests.builders import ALL_STRUCTURES, assert_close, random_block, random_cov
+from moment_jax.covariance import Covariance, Diagonal, Full, Separable
+from tests.builders import ALL_STRUCTURES, assert_close, random_cov
 
 T, D = 4, 3
 ONES, TOKENS, FEATURES = np.ones((T, D)), np.eye(T), np.eye(D)
@@ -103,22 +102,3 @@ def test_covariances_are_pickled(structure):
 def test_a_structure_without_its_two_methods_is_refused_as_it_is_defined():
     with pytest.raises(TypeError, match=r"Got Nothing without `project`, `to_dense`"):
         type("Nothing", (Covariance,), {})
-
-
-def test_certain_takes_no_noise():
-    """A layer whose parameters are random raises, and `at_means` asks for the plain one by name."""
-    params = random_block(jax.random.key(0), D, 4)
-    x = jnp.ones((T, D))
-    certain = Certain.zeros((T, D), x.dtype)
-    for layer in (
-        lambda p: mj.dense(x, certain, p.attention.query),
-        lambda p: mj.layer_norm(x, certain, p.norm1),
-        lambda p: mj.embedding(jnp.arange(2), p.attention.query.kernel, Certain),
-        lambda p: mj.encoder_block(x, certain, p, num_heads=3),
-    ):
-        with pytest.raises(TypeError, match=r"mj.Separable.zeros.*mj.at_means"):
-            layer(params)
-        mean, cov = layer(mj.at_means(params))
-        assert isinstance(cov, Certain)
-        assert cov.shape == mean.shape
-        assert not cov.variance().any()

@@ -177,9 +177,19 @@ def test_queries_equal_the_dense_ones(structure: type[Covariance]):
     assert_close(cov.variance(), jnp.einsum("tdtd->td", dense))
     assert_close(cov.token_blocks(), blocks)
     assert_close(cov.token_gram(), jnp.einsum("tdsd->ts", dense))
-    batch = jax.tree.map(lambda leaf: jnp.stack([leaf, 4 * leaf]), cov)
-    assert batch.shape == (2, *SHAPE)
-    assert_close(batch.sd(), jnp.stack([cov.sd(), 2 * cov.sd()]))
+
+
+@pytest.mark.parametrize("landmarks", [None, 3])
+@structures
+def test_queries_of_a_batch_are_those_of_its_members(structure: type[Covariance], landmarks):
+    """However many leading axes it has."""
+    members = [random_cov(key, structure, SHAPE).at_landmarks(landmarks) for key in KEYS[8:]]
+    for lead in ((4,), (2, 2)):
+        batch = jax.tree.map(lambda *x: jnp.stack(x).reshape(*lead, *x[0].shape), *members)  # noqa: B023
+        assert batch.shape == (*lead, *SHAPE)
+        for query in ("to_dense", "token_blocks", "token_gram", "variance", "sd"):
+            alone = jnp.stack([getattr(cov, query)() for cov in members])
+            assert_close(getattr(batch, query)(), alone.reshape(*lead, *alone.shape[1:]))
 
 
 @structures

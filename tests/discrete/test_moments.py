@@ -22,8 +22,8 @@ def test_law_of_a_code_is_the_mean_of_pi_and_masked_categories_are_impossible():
         log_probs = mj.discrete.log_category_probabilities(jnp.where(mask, mean, -jnp.inf), cov)
         return jnp.sum(jnp.where(mask, log_probs, 0)), log_probs
 
-    default = mj.DEFAULT_STRUCTURE.zeros((T, K), MEAN.dtype)
-    assert isinstance(jax.eval_shape(laws, default)[1], mj.DEFAULT_STRUCTURE)
+    default = mj.Separable.zeros((T, K), MEAN.dtype)
+    assert isinstance(jax.eval_shape(laws, default)[1], mj.Separable)
     run = jax.jit(lambda cov: (laws(cov), jax.grad(masked, has_aux=True)(MEAN, cov)))
     cov = random_cov(jax.random.key(1), mj.Diagonal, (T, K), 0.5)
     (mean, _, log_probs), (slope, of_masked) = run(cov)

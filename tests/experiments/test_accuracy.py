@@ -77,10 +77,10 @@ def test_agreement_is_the_textbooks():
 
 def test_an_mlp_against_its_samples(tmp_path):
     np.savez(tmp_path / "small.npz", **mlp_arrays())
-    first, second = read_case(tmp_path / "small.npz").layers
-    assert isinstance(first.bias, mj.posterior.Point)  # a standard deviation of zero is certain
-    assert isinstance(second.bias, mj.posterior.Factorized)
-    assert first.kernel.shape == (4, 5)
+    first, second = read_case(tmp_path / "small.npz").model.beliefs["layers"].values()
+    assert isinstance(first["bias"], mj.posterior.Point)  # a standard deviation of zero is certain
+    assert isinstance(second["bias"], mj.posterior.Factorized)
+    assert first["kernel"].shape == (4, 5)
     records = compare(tmp_path, "Diagonal", "Separable")
     assert [record["structure"] for record in records] == ["Diagonal", "Separable"]
     for record in records:

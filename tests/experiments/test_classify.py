@@ -41,13 +41,24 @@ def test_the_temperature_is_found_that_probabilities_were_made_with():
 def test_spreads_are_those_of_the_noise_that_was_trained_with():
     network = Network(8, 4)
     params = relative(network.start(jax.random.key(0)), 0.1)
-    beliefs = network.module(params).params
+    beliefs = network.module(params).beliefs
     draw = jax.jit(jax.vmap(draws.relative(beliefs, 0.1)))
     drawn = draw(jax.random.split(jax.random.key(1), 500))
     for belief, arrays in zip(draws.beliefs(beliefs), jax.tree.leaves(drawn), strict=True):
         np.testing.assert_allclose(belief.variance, (0.1 * belief.mean) ** 2, rtol=1e-3)
         error = np.abs(arrays.mean(axis=0) - belief.mean)
         assert np.all(error <= 6 * 0.1 * np.abs(belief.mean) / 500**0.5 + 1e-6)
+
+
+def test_dropout_drops_whole_inputs_of_kernels():
+    beliefs = Network(8, 4).build(jax.random.key(0)).beliefs
+    before, after = draws.means(beliefs), draws.dropout(beliefs, 0.5)(jax.random.key(1))
+    attention, dropped = (x["encoder"]["blocks"][0]["attention"] for x in (before, after))
+    for name, outputs in (("query", (1, 2)), ("out", (2,))):  # (in, H, K) and (H, K, out)
+        ratio = dropped[name]["kernel"] / attention[name]["kernel"]
+        np.testing.assert_array_equal(ratio.min(axis=outputs), ratio.max(axis=outputs))
+        assert set(np.unique(ratio)) == {0, 2}
+        np.testing.assert_array_equal(dropped[name]["bias"], attention[name]["bias"])
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """The discrete autoencoder's experiment at a tiny size, and its scores of a known network."""
 
 import json
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +27,11 @@ def test_the_experiment(tmp_path, monkeypatch):
 
 def test_hard_codes_of_a_known_autoencoder():
     """Codes that are certain, and pixels of probability 1/2: 64 log 2 nats, and log K for each code."""
-    network = SimpleNamespace(
-        code_log_probs=lambda x: jnp.log(jnp.tile(jnp.eye(4)[2], (len(x), 16, 1))),
-        decode=lambda z: jnp.zeros((*z.shape[:-1], 4)),
-        patches=mj.nn.Patches(2),
-        likelihood=mj.objectives.Bernoulli(),
-    )
+    network = mj.nn.DiscreteAutoencoder(
+        lambda tokens: 1e3 * jnp.tile(jnp.eye(4)[2], (*tokens.shape[:-1], 1)),
+        lambda z: jnp.zeros((*z.shape[:-1], 4)),
+        patches=mj.nn.Patches(2), image_size=8, num_codes=4,
+    )  # fmt: skip
     found = scores.score(network, models.load().test, jax.random.key(0), 2)
     np.testing.assert_allclose(found.reconstruction, 64 * np.log(2), rtol=1e-5)
     np.testing.assert_allclose(found.code_kl, 16 * np.log(4), rtol=1e-5)

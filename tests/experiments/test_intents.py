@@ -66,7 +66,7 @@ def test_padding_has_no_influence():
         np.testing.assert_allclose(alone[0], given[0], atol=1e-5)
     np.testing.assert_allclose(plain(params, ids)[0], plain(params, ids[:1, :3])[0], atol=1e-5)
     module = network.module(params)
-    table = module.embed.table.mean
+    table = module.weights["embed"]["embedding"].mean
     table.set_value(table[...].at[PADDING].add(100.0))
     changed = Params(*nnx.split(module, mj.nn.VariationalMean, ...)[1:])
     for given, same in zip(found, moments(changed, ids), strict=True):

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ import moment_jax as mj
 from experiments.__main__ import main
 from experiments.seq2seq import data, forecaster
 from experiments.seq2seq.data import DAY, FUTURE, PAST, Series
-from experiments.seq2seq.forecaster import Forecaster
 
 
 def year(days=60):
@@ -53,35 +51,31 @@ def test_a_network_sees_nothing_of_what_it_forecasts():
 
 
 @pytest.mark.usefixtures("tiny")
-def test_moments_of_certain_weights_are_those_of_the_plain_network():
-    given = data.tokens(data.split(year()).train.part(np.arange(6) * 7), 0.5)
-    network = Forecaster("Diagonal", 7, nnx.Rngs(0))
-    state = nnx.state(network, mj.nn.VariationalScale)
-    nnx.update(network, jax.tree.map(lambda raw: jnp.full_like(raw, -30.0), state))
-    moments = nnx.jit(lambda model: model(*given[:3]))
-    without, _ = moments(network)
-    network.linear.kernel.mean.set_value(0.1 * jnp.ones((2 * DAY, DAY)))
-    mean, cov = moments(network)
-    np.testing.assert_allclose(mean, network.mean_network()(*given[:3]), atol=2e-5)
-    np.testing.assert_allclose(cov, 0, atol=1e-8)
-    straight = np.broadcast_to(0.1 * given.changes.sum((1, 2))[:, None], (6, DAY))
-    np.testing.assert_allclose(mean[..., 0] - without[..., 0], straight, atol=1e-5)
-    np.testing.assert_array_equal(mean[..., 1], without[..., 1])
+def test_changes_go_straight_to_the_means_and_add_their_own_variance():
+    given = data.tokens(data.split(year()).train.part(np.arange(6) * 7), 0.5)[:3]
+    model = forecaster.bayesian_forecaster("Diagonal", 7, 0)
+    moments = nnx.jit(lambda model: model(*given))
+    without, kernel = moments(model), model.weights["linear"]["kernel"]
+    kernel.mean.set_value(0.1 * jnp.ones((2 * DAY, DAY)))
+    found = moments(model)
+    straight = np.broadcast_to(0.1 * given[0].sum((1, 2))[:, None], (6, DAY))
+    np.testing.assert_allclose(found.mean[..., 0] - without.mean[..., 0], straight, atol=1e-5)
+    np.testing.assert_array_equal(found.mean[..., 1], without.mean[..., 1])
+    kernel.raw["scale"].set_value(jnp.full((2 * DAY, DAY), jnp.log(jnp.expm1(0.2))))
+    wider = moments(model).variance - found.variance
+    squares = (given[0] ** 2).sum((1, 2))[:, None] * (0.2**2 - 0.005**2)
+    np.testing.assert_allclose(wider[..., 0], np.broadcast_to(squares, (6, DAY)), rtol=1e-3)
+    np.testing.assert_allclose(wider[..., 1], 0, atol=1e-6)
 
 
-class Shallow(mj.nn.Dense):
+class Shallow(nnx.Linear):
     """In the place of the Transformer, whose gradient takes most of a minute to compile."""
 
-    def __init__(self, num_features, num_heads, num_blocks, *, rngs, structure, **options):
-        kept = {name: options[name] for name in ("relative_scale", "prior_scale", "learn_prior")}
-        super().__init__(num_features, num_features, rngs=rngs, structure=structure, **kept)
+    def __init__(self, num_features, num_heads, num_blocks, *, rngs, **options):
+        super().__init__(num_features, num_features, rngs=rngs)
 
-    def network(self, params):
-        layer = super().network(params)
-        return lambda source, target: layer(target)
-
-    def __call__(self, source, target, source_cov, target_cov):
-        return super().__call__(target, target_cov)
+    def __call__(self, source, target):
+        return super().__call__(target)
 
 
 @pytest.mark.slow

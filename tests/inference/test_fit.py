@@ -1,80 +1,158 @@
-"""`fit`: predictions, early stopping, learned and known noise, loud errors."""
+"""`fit`: trained models that predict, early stopping, noise, columns in any unit, loud errors."""
 
 from __future__ import annotations
 
+import warnings
+
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
 import moment_jax as mj
 from tests.propagation.models import MyMLP
 
-GAUSSIAN, CATEGORICAL = mj.objectives.Gaussian, mj.objectives.Categorical
+GAUSSIAN, CATEGORICAL = mj.Gaussian(), mj.Categorical()
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(120, 3))
 LABELS = (X[:, 0] > 0).astype(int)
 NOISE = RNG.normal(size=(120, 1))
 
-
-pytestmark = pytest.mark.usefixtures("ranks_of_a_user")
+pytestmark = [
+    pytest.mark.usefixtures("ranks_of_a_user"),
+    pytest.mark.filterwarnings("ignore:.*without having converged:UserWarning"),
+]
 
 
 def linear(outputs=1):
     return nnx.Linear(3, outputs, rngs=nnx.Rngs(0))
 
 
+def arrays(model):
+    return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+
+
 def test_noise_is_learned_and_in_every_prediction():
     y = X[:, :1] - X[:, 1:2] + 0.3 * NOISE
-    fitted = mj.fit(linear(), (X, y), GAUSSIAN, learning_rate=0.02, max_steps=600)
-    mean, sd = fitted.predict(X)
-    assert mean.shape == sd.shape == (120, 1)
-    assert np.mean(np.abs(mean - y)) < 0.3
-    assert 0.25 < np.sqrt(fitted.noise_variance[0]) < 0.4
-    assert (sd > np.sqrt(fitted.noise_variance)).all()
-    density = -0.5 * (np.log(2 * np.pi * sd**2) + ((y - mean) / sd) ** 2)
-    assert np.allclose(fitted.log_prob(X, y), density[:, 0], atol=1e-3)
+    model = mj.fit(linear(), GAUSSIAN, (X, y), learning_rate=0.02, max_steps=600)
+    found, noise = model.predict(X), model.likelihood.noise_variance
+    assert found.mean.shape == found.sd.shape == (120, 1)
+    assert np.mean(np.abs(found.mean - y)) < 0.3
+    assert 0.25 < np.sqrt(noise[0]) < 0.4
+    assert (found.sd > np.sqrt(noise)).all()
+    density = -0.5 * (np.log(2 * np.pi * found.sd**2) + ((y - found.mean) / found.sd) ** 2)
+    assert np.allclose(model.log_prob(X, y), density[:, 0], atol=1e-3)
 
 
-def test_classes():
+def test_columns_of_any_unit_give_intervals_that_hold_as_many_targets_as_they_say():
+    units, rng = np.array([1e3, 1e-3, 1.0]), np.random.default_rng(1)
+    x = rng.normal(size=(700, 3))
+    y = x @ [[1.0, 0.1], [-2.0, 0.0], [0.5, 0.3]] + 0.5 * rng.normal(size=(700, 2))
+    x, y = x * units + [1e4, 0.0, 5.0], y * [1e4, 1e-4] + [0.0, 3.0]
+    net = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    model = mj.fit(net, GAUSSIAN, (x[:200], y[:200]), learning_rate=0.03, max_steps=600)
+    low, high = model.predict(x[200:]).interval(0.9)
+    covered = np.mean((low < y[200:]) & (y[200:] < high), axis=0)
+    assert (np.abs(covered - 0.9) < 0.05).all()
+    np.testing.assert_allclose(model.likelihood.noise_variance, [0.25e8, 0.25e-8], rtol=0.3)
+    one = model.predict(np.round(x[:1]).astype(int))  # integers are numbers of the same columns
+    np.testing.assert_allclose(one.mean, model.predict(np.round(x[:1])).mean, rtol=1e-6)
+
+
+def test_a_known_noise_and_constant_columns_are_in_raw_units_too():
+    x = np.concatenate([X[:, :2], np.full((120, 1), 7.0)], axis=1)
+    model = mj.fit(linear(), mj.Gaussian(50.0), (x, 1e3 * X[:, 0]), max_steps=50)
+    assert np.allclose(model.likelihood.noise_variance, 50)
+    assert np.isfinite(model.predict(x + 1).sd).all()
+    assert (model.predict(x).variance > 50).all()
+
+
+@pytest.mark.parametrize("likelihood", [CATEGORICAL, mj.Bernoulli()])
+def test_classes(likelihood):
     labels = (X[:, 0] > 0).astype(int) + (X[:, 1] > 1)
-    fitted = mj.fit(linear(3), (X, labels), CATEGORICAL, max_steps=250, learning_rate=0.03)
-    probabilities = fitted.predict_proba(X)
-    assert probabilities.shape == (120, 3)
-    assert np.allclose(probabilities.sum(1), 1, atol=1e-5)
-    own = np.log(probabilities[np.arange(120), labels])
-    assert np.allclose(fitted.log_prob(X, labels), own, atol=0.02)
-    assert own.mean() > -0.5
-    with pytest.raises(TypeError, match="Use `predict_proba`"):
-        fitted.predict(X)
+    y = labels if likelihood is CATEGORICAL else np.eye(3)[labels]
+    model = mj.fit(linear(3), likelihood, (X, y), max_steps=250, learning_rate=0.03)
+    probs = model.predict(X).probs
+    assert probs.shape == (120, 3)
+    if likelihood is CATEGORICAL:
+        assert np.allclose(probs.sum(1), 1, atol=1e-5)
+        own = np.log(probs[np.arange(120), labels])
+        assert np.allclose(model.log_prob(X, y), own, atol=1e-5)
+    assert np.mean(np.log(probs[np.arange(120), labels])) > -0.5
 
 
-def test_the_model_is_trained_to_the_best_point_and_not_changed():
-    model = MyMLP(nnx.Rngs(0))
-    model.eval()
-    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    held = X[100:], np.sin(X[100:, :2])
-    fitted = mj.fit(
-        model, (X[:100], np.sin(X[:100, :2])), GAUSSIAN, validation=held, max_steps=300,
-        learning_rate=2e-2, patience=1, structure=mj.Diagonal, progress=False,
+def test_tokens_have_classes_of_their_own_and_count_for_one_example():
+    net = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    x = X.reshape(30, 4, 3)
+    model, receipt = mj.fit(
+        net, CATEGORICAL, (x, (x[..., 0] > 0).astype(int)), held_out=(x, np.zeros((30, 4), int)),
+        max_steps=50, structure=mj.Diagonal, receipt=True,
     )  # fmt: skip
-    scores = [nll for _, _, nll in fitted.history]
+    assert type(model.at_means()) is nnx.Linear  # sequences are not standardised
+    nll = -model.log_prob(x, np.zeros((30, 4), int)).sum() / 30
+    np.testing.assert_allclose(receipt.history[0][2], nll, rtol=1e-5)
+
+
+def test_the_model_is_trained_to_the_best_point_and_the_network_is_not_changed():
+    network = MyMLP(nnx.Rngs(0))
+    network.eval()
+    before = arrays(network)
+    held = X[100:], np.sin(X[100:, :2])
+    model, receipt = mj.fit(
+        network, GAUSSIAN, (X[:100], np.sin(X[:100, :2])), held_out=held, max_steps=300,
+        learning_rate=2e-2, patience=1, structure=mj.Diagonal, progress=False, receipt=True,
+    )  # fmt: skip
+    scores = [nll for _, _, nll in receipt.history]
     assert min(scores) < scores[0]
-    assert abs(-fitted.log_prob(*held).mean() - min(scores)) < 1.1e-3
-    mean, _ = jax.jit(mj.bayesian(fitted.model, fitted.posterior, structure=mj.Diagonal))(
-        X[:4].astype(np.float32)
-    )
-    assert np.allclose(mean, fitted.predict(X[:4])[0], atol=1e-5)
-    after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), before, after))
+    assert abs(-model.log_prob(*held).mean() - min(scores)) < 1.1e-3
+    assert model.structure is mj.Diagonal
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, arrays(network)))
+    assert all(belief.prior_log_scale is not None for belief in model.owned.values())
 
 
-def test_known_noise_stays():
-    fitted = mj.fit(linear(), (X, X[:, :1]), GAUSSIAN(0.5), max_steps=50)
-    assert np.allclose(fitted.noise_variance, 0.5)
+def test_training_that_stopped_early_is_told():
+    data, options = (X, X[:, 0]), {"learning_rate": 1e-3, "receipt": True}
+    with pytest.warns(UserWarning, match="without having converged.*of 100 steps"):
+        _, receipt = mj.fit(linear(), GAUSSIAN, data, max_steps=100, **options)
+    assert not receipt.converged
+    options["learning_rate"] = 0.1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, receipt = mj.fit(linear(), GAUSSIAN, data, max_steps=3000, **options)
+    assert receipt.converged
+    assert receipt.history[-1][0] < 3000
 
 
-class Standardised(nnx.Module):
+def test_a_bayesian_is_trained_itself_with_its_own_settings():
+    own = mj.Bayesian(linear(2), CATEGORICAL, random=nnx.PathContains("kernel"), structure=mj.Full)
+    before = arrays(own)
+    model = mj.fit(own, None, (X, LABELS), max_steps=100, learning_rate=0.03)
+    assert model is own
+    assert list(own.owned) == [("kernel",)]
+    changed = jax.tree.map(lambda a, b: not np.array_equal(a, b), before, arrays(own))
+    assert jax.tree.all(changed)  # certain weights are trained too
+    assert np.mean(own.predict(X).label == LABELS) > 0.9
+    with pytest.warns(UserWarning, match=r"inputs as they are.*deviation 10\d"):
+        mj.fit(own, CATEGORICAL, (X * 100, LABELS), max_steps=1)
+    without = mj.Bayesian(linear())
+    mj.fit(without, GAUSSIAN, (X, 1e3 * X[:, 0]), max_steps=1)
+    assert without.likelihood.noise_variance.shape == (1,)
+    assert without.likelihood.noise_variance > 1e5
+
+
+def test_a_restored_model_predicts_the_same(tmp_path):
+    model = mj.fit(linear(2), CATEGORICAL, (X, LABELS), max_steps=50)
+    graph, state = nnx.split(model)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "model", state)
+        checkpointer.wait_until_finished()
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+        restored = nnx.merge(graph, checkpointer.restore(tmp_path / "model", abstract))
+    np.testing.assert_array_equal(restored.predict(X).probs, model.predict(X).probs)
+
+
+class Doubled(nnx.Module):
     """Would take inputs of one column, or bytes that wrap around, without a word."""
 
     def __init__(self):
@@ -84,79 +162,78 @@ class Standardised(nnx.Module):
         return self.linear((x + x) / np.full(3, 2.0, np.float32))
 
 
-@pytest.fixture(scope="module")
-def classifier():
-    """The last class is seen in validation alone."""
-    held = X[:20], np.arange(20) % 3
-    options = {"validation": held, "max_steps": 70, "structure": mj.Diagonal}
-    with jax.numpy_rank_promotion("allow"):
-        return mj.fit(Standardised(), (X, LABELS), CATEGORICAL, **options)
+def test_a_class_in_held_out_data_alone_and_inputs_of_other_types():
+    held = np.round(X[:20]).clip(-1, 1).astype(int), np.arange(20) % 3
+    options = {"held_out": held, "max_steps": 70, "structure": mj.Diagonal, "receipt": True}
+    model, receipt = mj.fit(Doubled(), CATEGORICAL, (X, LABELS), **options)
+    assert np.isfinite([row[1:] for row in receipt.history]).all()
+    assert [row[0] for row in receipt.history] == [50, 70]
+    many = model(np.full((1, 3), 200, np.uint8)).mean  # 200 + 200 is no byte
+    np.testing.assert_allclose(many, model(np.full((1, 3), 200.0)).mean, rtol=1e-5)
 
 
-def test_a_class_in_validation_alone_and_inputs_of_other_types(classifier):
-    assert np.isfinite([row[1:] for row in classifier.history]).all()
-    assert [row[0] for row in classifier.history] == [50, 70]
-    whole = np.round(X).clip(-1, 1)
-    expected = classifier.predict_proba(whole)
-    for same in (whole.astype(int), whole.astype(np.int8), whole.tolist(), whole.astype("f4")):
-        np.testing.assert_array_equal(classifier.predict_proba(same), expected)
-    many = classifier.predict_proba(np.full((1, 3), 200, np.uint8))  # 200 + 200 is no byte
-    np.testing.assert_array_equal(many, classifier.predict_proba(np.full((1, 3), 200.0)))
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda f: f.predict_proba(X[:, :1]), r"of shape \(3,\). Got \(1,\).*mj.bayesian"),
-        (lambda f: f.predict_proba((X, X)), r"of shape \(3,\). Got \(3,\), \(3,\)"),
-        (lambda f: f.predict_proba(X[:0]), r"one example or more of each input. Got \[0\]"),
-        (lambda f: f.predict_proba(np.nan * X), "finite inputs"),
-        (lambda f: f.log_prob(X[:, :1], LABELS), "of shape"),
-        (lambda f: f.log_prob(X[:5], LABELS[:3]), r"as many inputs as targets, .*Got \[5, 3\]"),
-        (lambda f: f.log_prob(X[:5], np.full(5, 3)), "labels from 0 to 2.*Got 3"),
-    ],
-)
-def test_predictions_need_the_inputs_of_the_training(classifier, call, words):
-    with pytest.raises(ValueError, match=words):
-        call(classifier)
+OWN = {"network": mj.Bayesian(linear(), GAUSSIAN)}
 
 
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"likelihood": "mse"}, TypeError, "Categorical or Gaussian.*Got 'mse'"),
-        ({"likelihood": GAUSSIAN(-1.0)}, ValueError, "positive noise variance"),
-        ({"data": (X, np.ones(3))}, ValueError, "as many inputs as targets"),
+        ({"likelihood": "mse"}, TypeError, r"mj.Categorical\(\), .*Got 'mse'"),
+        ({"likelihood": mj.Gaussian}, TypeError, r"Use mj.Gaussian\(\)"),
+        ({"likelihood": mj.Gaussian(-1.0)}, ValueError, "positive noise variance"),
+        ({"likelihood": mj.Gaussian(np.nan)}, ValueError, "positive noise variance"),
+        ({"data": (X, np.ones(3))}, ValueError, r"as many inputs as targets, .*Got \[120, 3\]"),
         ({"data": X}, TypeError, "inputs, targets"),
-        ({"data": (X, np.full(120, np.nan))}, ValueError, "finite targets"),
-        ({"data": (X * np.inf, np.ones(120))}, ValueError, "finite inputs"),
-        ({"likelihood": CATEGORICAL}, ValueError, r"\(N,\) of integers"),
-        ({"data": (X, LABELS[:, None]), "likelihood": CATEGORICAL}, ValueError, r"labels\[:, 0\]"),
-        ({"data": (X, np.eye(3)[LABELS]), "likelihood": CATEGORICAL}, ValueError, "argmax"),
-        ({"data": (X, LABELS), "likelihood": CATEGORICAL}, ValueError, "labels from 0 to 0.*Got 1"),
-        ({"data": (X, X)}, ValueError, "as many targets as the model has outputs, 1. Got 3"),
+        ({"data": (X[:0], X[:0])}, ValueError, r"at least one. Got \[0, 0\]"),
+        ({"data": (X, np.full(120, np.nan))}, ValueError, "finite in float32"),
+        ({"data": (X * np.inf, np.ones(120))}, ValueError, "finite inputs, in float32"),
+        ({"data": (X * 1e300, np.ones(120))}, ValueError, "finite inputs, in float32"),
+        ({"data": (X, 1e300 * X[:, 0])}, ValueError, "finite in float32"),
         ({"data": (X.astype(str), X)}, TypeError, "inputs of numbers"),
-        ({"data": (X, 1e300 * X[:, 0])}, ValueError, "finite targets, in single precision"),
         ({"data": (2**40 + np.arange(120), X[:, 0])}, ValueError, "integers of 32 bits"),
-        ({"validation": 1.5}, ValueError, "a share from 0"),
-        ({"validation": [X, X]}, TypeError, "inputs, targets"),
-        ({"validation": (X[:, :1], X[:, 0])}, ValueError, r"of shape \(3,\). Got \(1,\)"),
-        ({"validation": (X, X)}, ValueError, "outputs, 1. Got 3"),
-        ({"max_steps": 0}, ValueError, "max_steps >= 1. Got 0"),
-        ({"patience": 0}, ValueError, "patience >= 1"),
-        ({"learning_rate": -0.1}, ValueError, "learning_rate > 0. Got -0.1"),
-        ({"kl_weight": -1.0}, ValueError, "kl_weight >= 0"),
+        (
+            {"likelihood": CATEGORICAL},
+            ValueError,
+            r"integer targets of shape \(120,\) from 0.*unique",
+        ),
+        ({"data": (X, LABELS[:, None]), "likelihood": CATEGORICAL}, ValueError, r"\[..., 0\]"),
+        ({"data": (X, np.eye(3)[LABELS]), "likelihood": CATEGORICAL}, ValueError, "argmax"),
+        (
+            {"data": (X, LABELS), "likelihood": CATEGORICAL},
+            ValueError,
+            "to 0. Got .* to 1. .*class",
+        ),
+        ({"data": (X, 2 * LABELS), "likelihood": mj.Bernoulli()}, ValueError, "from 0 to 1. Got"),
+        ({"data": (X, X)}, ValueError, r"shape \(120, 1\).*Got float64 of shape \(120, 3\)"),
+        ({"held_out": 1.5}, ValueError, "a share from 0"),
+        ({"held_out": [X, X]}, TypeError, "inputs, targets"),
+        ({"held_out": (X[:, :1], X[:, 0])}, ValueError, r"the others, .*\(3,\).*Got .*\(1,\)"),
+        ({"held_out": ((X, X), X[:, 0])}, ValueError, r"\(3,\).*Got .*\(3,\).*\(3,\)"),
+        ({"held_out": (X, X)}, ValueError, r"shape \(120, 1\)"),
+        ({"max_steps": 0}, ValueError, "positive number as max_steps. Got 0"),
+        ({"patience": 0}, ValueError, "positive number as patience"),
+        ({"learning_rate": -0.1}, ValueError, "number as learning_rate. Got -0.1"),
+        ({"kl_weight": -1.0}, ValueError, "positive number as kl_weight"),
         ({"relative_scale": 0.0}, ValueError, "relative_scale > 0. Got 0"),
         ({"learning_rate": 1e30, "max_steps": 50}, ValueError, "diverged.*learning_rate below"),
-        ({"likelihood": GAUSSIAN(np.nan)}, ValueError, "positive noise variance"),
-        ({"data": (X[:, :, None].swapaxes(1, 2), X[:, 0])}, ValueError, r"outputs \(N, D\)"),
-        ({"model": np.tanh}, TypeError, "NNX module"),
-        ({"model": nnx.Dropout(0.1)}, ValueError, "a model with parameters. Got Dropout"),
-        ({"data": (X[:0], X[:0])}, ValueError, r"at least one. Got \[0, 0\]"),
-        ({"model": None}, TypeError, "NNX module. Got NoneType"),
+        ({"network": np.tanh}, TypeError, "Flax module"),
+        ({"network": None}, TypeError, "Flax module. Got NoneType"),
+        (
+            {"network": nnx.Dropout(0.1, deterministic=True), "data": (X, X)},
+            ValueError,
+            "without any",
+        ),
+        ({**OWN, "structure": mj.Full}, ValueError, "as it is.*Got batch_axes=1, structure"),
+        ({**OWN, "likelihood": CATEGORICAL}, ValueError, "own likelihood"),
+        ({**OWN, "likelihood": mj.Gaussian(1.0)}, ValueError, "own likelihood"),
+        (
+            {"network": mj.Bayesian(linear(), GAUSSIAN, batch_axes=2), "data": (X, X[:, 0])},
+            ValueError,
+            "Got batch_axes=2",
+        ),
     ],
 )
 def test_bad_input(change, error, words):
-    arguments = {"model": linear(), "data": (X, X[:, 0]), "likelihood": GAUSSIAN}
+    arguments = {"network": linear(), "data": (X, X[:, 0]), "likelihood": GAUSSIAN}
     with pytest.raises(error, match=words):
         mj.fit(**{**arguments, **change})

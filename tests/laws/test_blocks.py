@@ -208,9 +208,10 @@ def decoder(mean, cov, mask):
 
 
 def module(mean, cov, mask):
-    settings = {"structure": type(cov), "relative_scale": 0.5, "dtype": jnp.float64}
-    encoder = mj.nn.Encoder(2, WIDE, 2, norm_first=True, rngs=nnx.Rngs(0), **settings)
-    return encoder(mean, cov, mask=mask)
+    encoder = mj.nn.Encoder(2, WIDE, 2, norm_first=True, rngs=nnx.Rngs(0))
+    options = {"structure": type(cov), "relative_scale": 0.5, "batch_axes": 0}
+    with jax.numpy_rank_promotion("allow"):  # Flax's layers promote
+        return mj.Bayesian(encoder, **options)((mean, cov), mask=mask)
 
 
 @pytest.mark.parametrize("network", [decoder, module])

@@ -12,7 +12,17 @@ import pytest
 
 import moment_jax as mj
 from moment_jax.covariance import Covariance
-from tests.builders import ALL_STRUCTURES, assert_close, decoder_of, random_block, random_dense
+from tests.builders import (
+    ALL_STRUCTURES,
+    assert_close,
+    decoder_of,
+    plain_attention,
+    plain_block,
+    plain_linear,
+    plain_norm,
+    random_block,
+    random_dense,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -30,15 +40,12 @@ def decoder_params(key, scale=0.3):
 PARAMS = decoder_params(KEYS[2])
 
 
-def plain_block(arrays, x, memory, *, norm_first, mask=None):
+def of_layers(arrays, x, memory, *, norm_first, mask=None):
     """A decoder block of Flax's layers."""
-    norms = [
-        mj.nn.plain_norm(p, FEATURES, 1e-6) for p in (arrays.norm1, arrays.norm2, arrays.norm3)
-    ]
-    attend = mj.nn.plain_attention(arrays.self_attention, HEADS)
-    look = mj.nn.plain_attention(arrays.cross_attention, HEADS)
-    hidden = mj.nn.plain_linear(arrays.feed_forward.hidden)
-    output = mj.nn.plain_linear(arrays.feed_forward.output)
+    norms = [plain_norm(p) for p in (arrays.norm1, arrays.norm2, arrays.norm3)]
+    attend = plain_attention(arrays.self_attention, HEADS)
+    look = plain_attention(arrays.cross_attention, HEADS)
+    hidden, output = map(plain_linear, (arrays.feed_forward.hidden, arrays.feed_forward.output))
     for norm, branch in zip(
         norms,
         (
@@ -87,7 +94,9 @@ def test_a_certain_block_is_the_plain_block(structure: type[Covariance], norm_fi
     arrays = mj.posterior.sample_params(params, KEYS[3])
     mean, variance = decoder(structure, norm_first)(MEAN, 0.0, params, MEMORY, ~SEEN | SEEN)
     with jax.numpy_rank_promotion("allow"):
-        plain = plain_block(arrays, MEAN, MEMORY, norm_first=norm_first, mask=CAUSAL)
+        plain = of_layers(arrays, MEAN, MEMORY, norm_first=norm_first, mask=CAUSAL)
+        network = plain_block(arrays, HEADS, norm_first=norm_first)(MEAN, MEMORY, CAUSAL)
+    assert_close(network, plain)
     # jax.nn.dot_product_attention takes its softmax in float32, whatever the inputs.
     assert_close(mean, plain, 1e-6)
     assert not variance.any()
@@ -107,7 +116,7 @@ def test_full_against_samples():
 
     def network(drawn):
         arrays, (x, memory) = drawn
-        return plain_block(arrays, x, memory, norm_first=True)
+        return plain_block(arrays, HEADS, norm_first=True)(x, memory)
 
     with jax.numpy_rank_promotion("allow"):
         truth = mj.monte_carlo(network, (params, beliefs), KEYS[5], 20_000)

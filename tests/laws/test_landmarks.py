@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import moment_jax as mj
 from moment_jax.covariance.token_gram import at_landmarks, nystroem, whole
 from moment_jax.posterior import Factorized
-from tests.builders import assert_close, random_block, random_psd
+from tests.builders import assert_close, param_tree, random_block, random_psd
 
 TOKENS, FEATURES, COUNT = 24, 14, 8
 KEYS = jax.random.split(jax.random.key(0), 3)
@@ -56,6 +57,27 @@ def test_blocks_at_landmarks_are_near_those_at_all_tokens():
     off = jnp.abs(cov.sd() / whole_cov.sd() - 1)[VALID]
     assert jnp.mean(off) < 0.02
     assert jnp.max(jnp.abs(mean - whole_mean)[VALID] / whole_cov.sd()[VALID]) < 0.1
+
+
+@pytest.mark.usefixtures("ranks_of_a_user")
+def test_a_model_at_landmarks_is_its_block_at_landmarks():
+    network = mj.nn.EncoderBlock(FEATURES, 2, hidden_features=16, norm_first=True, rngs=nnx.Rngs(0))
+    params = random_block(KEYS[0], FEATURES, 16)
+    options = {"beliefs": param_tree(params, 2), "landmarks": COUNT, "batch_axes": 0}
+    model = mj.Bayesian(network, **options)
+
+    @jax.jit
+    def both(x):
+        start = mj.Separable.zeros(x.shape, x.dtype, landmarks=COUNT)
+        return model(x), mj.encoder_block(x, start, params, num_heads=2, norm_first=True)
+
+    (mean, cov), (expected_mean, expected) = both(MEAN)
+    # Flax's attention takes its softmax in float32, whatever the inputs.
+    assert_close(mean, expected_mean, 1e-6)
+    assert cov.tokens.columns.shape == (TOKENS, COUNT)
+    assert_close(cov.to_dense(), expected.to_dense(), 1e-6)
+    everywhere = jax.eval_shape(model.replace(landmarks=None), MEAN)
+    assert everywhere.cov.tokens.shape == (TOKENS, TOKENS)
 
 
 def test_sharp_attention_to_noisy_values():

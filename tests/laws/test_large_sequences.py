@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
-from tests.builders import assert_close, random_block, random_cov, tiny_vision
+from tests.builders import assert_close, filled, random_block, random_cov, tiny_vision
 
 pytestmark = pytest.mark.slow
 
@@ -20,6 +19,12 @@ KEYS = jax.random.split(jax.random.key(8), 3)
 SHAPE = (5, 6)
 BLOCK = random_block(KEYS[0], SHAPE[1], 8, 0.3)
 MEAN = jax.random.normal(KEYS[1], SHAPE)
+
+
+def double(network):
+    """The network in float64."""
+    arrays = nnx.to_pure_dict(nnx.state(network, nnx.Param))
+    return filled(network, jax.tree.map(lambda a: a.astype(jnp.float64), arrays))
 
 
 @pytest.mark.parametrize(
@@ -50,29 +55,35 @@ def test_heads_one_after_another(monkeypatch: pytest.MonkeyPatch, structure, mas
 
 
 def test_scanned_blocks_are_a_loop_of_blocks():
-    structure = mj.Separable
-    encoder = mj.nn.Encoder(
-        2, 6, 2, hidden_features=8, rngs=nnx.Rngs(0), structure=structure, dtype=jnp.float64
-    )
-    block = jax.jit(partial(mj.encoder_block, num_heads=2))
-    expected_mean, expected = MEAN, structure.zeros(SHAPE, MEAN.dtype)
-    for params in encoder.params[0]:
-        expected_mean, expected = block(expected_mean, expected, params)
-    mean, cov = jax.jit(lambda x: encoder(x))(MEAN)
+    sizes, options = (6, 2), {"hidden_features": 8, "rngs": nnx.Rngs(0)}
+    model = mj.Bayesian(double(mj.nn.Encoder(2, *sizes, scan=True, **options)), batch_axes=0)
+
+    def alone(i):
+        beliefs = jax.tree.map(lambda a: a[i], model.beliefs["blocks"])
+        return mj.Bayesian(mj.nn.EncoderBlock(*sizes, **options), beliefs=beliefs, batch_axes=0)
+
+    first, second = map(alone, range(2))
+    with jax.numpy_rank_promotion("allow"):  # Flax's layers promote
+        traced = jax.jit(model).trace(MEAN)
+        expected_mean, expected = jax.jit(lambda x: second(first(x)))(MEAN)
+    assert "scan" in str(traced.jaxpr)
+    mean, cov = traced.lower().compile()(MEAN)
     assert_close(mean, expected_mean)
     assert_close(cov.to_dense(), expected.to_dense())
 
 
 def test_remat_reaches_the_encoder_and_changes_no_gradient():
     def gradient(remat: bool):
-        model = tiny_vision(num_blocks=2, remat=remat, structure=mj.Diagonal, dtype=jnp.float64)
+        network = double(tiny_vision(num_blocks=2, remat=remat))
+        model = mj.Bayesian(network, structure=mj.Diagonal, batch_axes=0)
 
         def total(x):
-            mean, cov = model(x)
-            return jnp.sum(mean**2) + jnp.sum(cov**2)
+            moments = model(x)
+            return jnp.sum(moments.mean**2) + jnp.sum(moments.variance**2)
 
         image = jnp.linspace(0.0, 1.0, 16).reshape(4, 4)
-        traced = jax.jit(jax.grad(total)).trace(image)
+        with jax.numpy_rank_promotion("allow"):
+            traced = jax.jit(jax.grad(total)).trace(image)
         return str(traced.jaxpr), traced.lower().compile()(image)
 
     (with_remat, slopes), (without, expected) = gradient(True), gradient(False)

@@ -21,6 +21,7 @@ from tests.builders import (
     KERNEL_FAMILIES,
     assert_close,
     assert_semidefinite,
+    member,
     random_block,
     random_dense,
     random_moments,
@@ -214,3 +215,46 @@ def test_one_token_of_two_features_in_order_1_by_any_family(structure: type[Cova
     for name, found in run(means, spreads, np.ones((1, 1), bool)).items():
         assert {array.dtype for array in found} == {jnp.dtype("float32")}, name
         assert_semidefinite(*found, 1e-5)
+
+
+NORMS = {  # beside `layer_norm` and with it, of gains that differ or not
+    "rms_norm": lambda m, c, given: mj.rms_norm(m, c, given.block.norm1),
+    "layer_norm, no gain": lambda m, c, given: mj.layer_norm(m, c, mj.NormParams()),
+    "rms_norm, no gain": lambda m, c, given: mj.rms_norm(m, c, mj.NormParams()),
+}
+GAINED = ("layer_norm", "rms_norm")
+
+
+def test_results_in_separable_agree_in_what_they_hold():
+    """G_tt is a token's variance in sum and tr C = p^T G p, also of tokens that share little noise.
+
+    A gain of every feature keeps the covariance of the pooled sum exact, and G that of the family, from
+    which a normalised token's variances differ.
+    """
+    random, (t, d) = np.random.default_rng(3), SHAPE
+    alone = [mj.Separable.independent(random.uniform(0.01, 1, SHAPE)) for _ in range(6)]
+    common = [mj.Separable.project(random_dense(key, SHAPE, 0.3)) for key in KEYS[2:]]
+    covs = [member(c) for c in [*common, *(a.add(c) for a, c in zip(alone, common, strict=True))]]
+    first = np.arange(t) < REAL
+    masks = [np.broadcast_to(m, (t, t)) for m in (EVERY_KEY, np.tril(EVERY_KEY), first)] * 4
+    pools = [np.ones(t), np.ones(t), first.astype(float)] * 4
+
+    @jax.jit
+    @jax.vmap
+    def every(mean, cov, pool, mask):
+        memory = 0.5 * mean, mj.Separable.independent(0.01 + 0.1 * cov.variance())
+        other = mean.T, mj.Separable.independent(cov.variance().T)
+        given = Given(BLOCK, other, memory, mask[0], mask, mask)
+        layers = {**LAYERS, **NORMS}
+        return {name: layer(mean, cov.pooled(pool), given)[1] for name, layer in layers.items()}
+
+    means = random.normal(size=(len(covs), t, d))
+    for name, cov in every(means, stacked(covs), np.stack(pools), np.stack(masks)).items():
+        held, kept = np.einsum("ntt->nt", cov.tokens), np.sum(cov.variances, axis=2)
+        if name not in GAINED:
+            np.testing.assert_allclose(held, kept, rtol=1e-6, err_msg=name)
+        pooled = np.einsum("nt,nts,ns->n", cov.pool, cov.tokens, cov.pool)
+        np.testing.assert_allclose(
+            np.einsum("ndd->n", cov.features), pooled, rtol=1e-6, err_msg=name
+        )
+        mj.Separable(*jax.tree.leaves(cov))  # the constructor takes it

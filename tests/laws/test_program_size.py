@@ -10,6 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import moment_jax as mj
 from experiments.programs import Size, size_of
@@ -18,7 +19,6 @@ from tests.builders import random_block
 pytestmark = pytest.mark.slow
 
 BUDGET = {
-    mj.Certain: (Size(137, 8), Size(433, 21)),
     mj.Diagonal: (Size(1047, 32), Size(2814, 86)),
     mj.Separable: (Size(2774, 114), Size(6599, 287)),
     mj.Full: (Size(1592, 76), Size(3867, 207)),
@@ -34,8 +34,7 @@ def test_a_block_keeps_within_its_budget(structure: type[mj.Covariance]):
 
         def forward(params, x):
             cov = structure.zeros(x.shape)
-            own = mj.at_means(params) if structure is mj.Certain else params
-            mean, cov = mj.encoder_block(x, cov, own, num_heads=4, activation=mj.gelu)
+            mean, cov = mj.encoder_block(x, cov, params, num_heads=4, activation=mj.gelu)
             return mean, cov.variance()
 
         def loss(params, x):
@@ -48,3 +47,25 @@ def test_a_block_keeps_within_its_budget(structure: type[mj.Covariance]):
         ]
     for size, budget in zip(sizes, BUDGET[structure], strict=True):
         assert all(n <= most for n, most in zip(size, budget, strict=True)), (size, budget)
+
+
+def test_a_loop_of_blocks_is_as_large_for_any_number_of_them():
+    """Forward and with gradient: the encoder's scan is one of (mean, cov)."""
+
+    def sizes(num_blocks):
+        options = {"hidden_features": 16, "activation": "gelu", "scan": True}
+        encoder = mj.nn.Encoder(num_blocks, 8, 2, rngs=nnx.Rngs(0), **options)
+        graph, state = nnx.split(mj.Bayesian(encoder, batch_axes=0))
+
+        def forward(state, x):
+            return nnx.merge(graph, state)(x)
+
+        def loss(state, x):
+            mean, cov = forward(state, x)
+            return jnp.mean(mean**2) + jnp.mean(cov.variance())
+
+        x = jnp.ones((4, 8), jnp.float32)
+        return [size_of(jax.jit(fn).lower(state, x)) for fn in (forward, jax.grad(loss))]
+
+    with jax.numpy_rank_promotion("allow"):  # Flax's layers promote
+        assert sizes(6) == sizes(12)

@@ -9,6 +9,7 @@ from flax import nnx
 
 import moment_jax as mj
 from moment_jax.covariance import Covariance
+from tests.builders import filled
 
 pytestmark = pytest.mark.slow
 
@@ -21,13 +22,7 @@ BANDS = {mj.Full: (0.98, 1.02), mj.Separable: (0.97, 1.03)}
 @pytest.fixture(scope="module")
 def block():
     return mj.nn.EncoderBlock(
-        FEATURES,
-        HEADS,
-        norm_first=True,
-        activation="gelu",
-        hidden_features=32,
-        relative_scale=0.1,
-        rngs=nnx.Rngs(0),
+        FEATURES, HEADS, norm_first=True, activation="gelu", hidden_features=32, rngs=nnx.Rngs(0)
     )
 
 
@@ -39,21 +34,23 @@ def x():
 
 
 @pytest.fixture(scope="module")
-def truth(block, x):
+def beliefs(block):
+    return mj.Bayesian(block).beliefs
+
+
+@pytest.fixture(scope="module")
+def truth(block, beliefs, x):
     with jax.numpy_rank_promotion("allow"):  # Flax's layers promote
         return mj.monte_carlo(
-            lambda params: block.network(params)(x), block.params, jax.random.key(2), SAMPLES
+            lambda arrays: filled(nnx.clone(block), arrays)(x), beliefs, jax.random.key(2), SAMPLES
         )
 
 
 @pytest.mark.parametrize("structure", BANDS)
 def test_a_random_block(structure: type[Covariance], block, x, truth):
-    @jax.jit
-    def moments(x):
-        start = structure.zeros(x.shape, x.dtype)
-        return block.moments(x, start, block.params, None)
-
-    mean, cov = moments(x)
+    model = mj.Bayesian(block, structure=structure, batch_axes=0)
+    with jax.numpy_rank_promotion("allow"):
+        mean, cov = jax.jit(model)(x)
     agreement = mj.reference.Agreement.of(
         mean, jnp.sqrt(cov.variance()), truth.mean, truth.standard_deviation
     )
@@ -63,12 +60,24 @@ def test_a_random_block(structure: type[Covariance], block, x, truth):
     assert agreement.mean_error < 0.016 + 0.015, agreement
 
 
-def test_closure_tells_structures_apart(block, x):
+def test_closure_tells_structures_apart(block, beliefs, x):
     """Structures that drop nothing lose nothing; rows come stage by stage."""
+
+    def stage(method, *names):
+        def fn(arrays, x):
+            return method(filled(nnx.clone(block), arrays), x)
+
+        fn.__name__ = method.__name__
+        return fn, {name: beliefs[name] for name in names}
+
+    stages = [
+        stage(mj.nn.EncoderBlock.attend, "attention", "norm1"),
+        stage(mj.nn.EncoderBlock.feed_forward, "hidden", "output", "norm2"),
+    ]
     structures = [mj.Diagonal, mj.Separable, mj.Full]
     with jax.numpy_rank_promotion("allow"):
-        rows = mj.reference.closure_report(block, x, structures, jax.random.key(3), 1000)
-    assert [row.stage for row in rows[::3]] == ["attention", "feed-forward"]
+        rows = mj.reference.closure_report(stages, x, structures, jax.random.key(3), 1000)
+    assert [row.stage for row in rows[::3]] == ["0 attend", "1 feed_forward"]
     assert [row.structure for row in rows[:3]] == [s.__name__ for s in structures]
     last = {row.structure: row for row in rows[3:]}
     noise = 3 / 2000**0.5
@@ -78,4 +87,4 @@ def test_closure_tells_structures_apart(block, x):
         assert abs(last[name].layer.sd_ratio - 1) < noise
     assert last["Diagonal"].library.sd_ratio < 0.9
     with pytest.raises(ValueError, match="one input"):
-        mj.reference.closure_report(block, x[None], structures, jax.random.key(3))
+        mj.reference.closure_report(stages, x[None], structures, jax.random.key(3))

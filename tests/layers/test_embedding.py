@@ -14,7 +14,7 @@ from tests.posterior.families import dense_cov
 
 ROWS, FEATURES = 5, 3
 IDS = jnp.array([3, 0, 3, 4, 0, 3])
-KEY, RNGS = jax.random.key(4), nnx.Rngs(0)
+KEY = jax.random.key(4)
 TABLES = {family: random_kernel(KEY, family, (ROWS, FEATURES)) for family in KERNEL_FAMILIES}
 
 
@@ -57,49 +57,60 @@ def test_rows_and_transpose_of_a_belief(family):
     assert_close(_dense(turned), dense.transpose(1, 0, 3, 2))
 
 
+class Logits(nnx.Module):
+    """The transposed table of an embedding, as a read-out."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(ROWS, FEATURES, rngs=rngs)
+
+    def __call__(self, x):
+        return self.embed.attend(x)
+
+
 def test_tied_logits_against_the_dense_formula():
-    module = mj.nn.Embedding(ROWS, FEATURES, structure=mj.Full, rngs=nnx.Rngs(0))
+    module = Logits(nnx.Rngs(0))
+    model = mj.Bayesian(module, structure=mj.Full)
     x = jax.random.normal(KEY, (2, 4, FEATURES), jnp.float32)
-    mean, cov = module.attend(x)
-    assert_close(mean, module.mean_network().attend(x), 1e-6)
+    mean, cov = model(x)
+    assert_close(mean, module(x), 1e-6)
     # Cov[(x E^T)_tv, (x E^T)_su] = [v = u] sum_d x_td x_sd Var[E_vd] for independent entries.
-    variance = module.params.variance
+    variance = model.beliefs["embed"]["embedding"].variance
     expected = jnp.einsum("btd,bsd,vd,vu->btvsu", x, x, variance, jnp.eye(ROWS))
-    assert_close(jax.vmap(lambda c: c.to_dense())(cov), expected, 1e-6)
+    assert_close(cov.to_dense(), expected, 1e-6)
 
 
-def test_modules_are_their_networks():
-    embed = mj.nn.Embedding(ROWS, 4, structure=mj.Separable, rngs=nnx.Rngs(0))
-    places = mj.nn.LearnedPositions(8, 4, structure=mj.Separable, rngs=nnx.Rngs(1))
+@pytest.mark.usefixtures("ranks_of_a_user")
+def test_models_of_tables_are_their_networks():
+    embed = mj.Bayesian(nnx.Embed(ROWS, 4, rngs=nnx.Rngs(0)))
+    places = mj.Bayesian(mj.nn.LearnedPositions(8, 4, rngs=nnx.Rngs(1)))
     batch = jnp.stack([IDS, IDS[::-1]])
-    variances = jax.vmap(lambda c: c.variance())
+    table, own = embed.beliefs["embedding"], places.beliefs["table"]["embedding"]
 
     @jax.jit
     def both(batch):
         """Triples of actual, expected and tolerance."""
         mean, cov = embed(batch)
-        single, single_cov = mj.embedding(batch[1], embed.params, mj.Separable)
-        moved, moved_cov = places(mean, cov)
-        with jax.numpy_rank_promotion("allow"):
-            expected = places.mean_network()(mean)
-        own = places.params.variance[: IDS.shape[0]]
-        # A sequence keeps its structure, whatever that of the module.
-        kept = places(mean[0], mj.Full.zeros(mean.shape[1:]))[1]
+        single, single_cov = mj.embedding(batch[1], table, mj.Separable)
+        moved, moved_cov = places((mean, cov))
+        kept = places.replace(structure=mj.Full)(mean).cov
+        assert type(moved_cov) is mj.Separable
         assert type(kept) is mj.Full
+        added = own.variance[: IDS.shape[0]]
         return [
-            (mean, embed.mean_network()(batch), 1e-10),
+            (mean, embed.at_means()(batch), 1e-10),
             (mean[1], single, 1e-10),
             (cov.tokens[1], single_cov.tokens, 1e-6),
-            (moved, expected, 1e-10),
-            (variances(moved_cov), variances(cov) + own[None], 1e-6),
-            (kept.variance(), own, 1e-6),
+            (moved, places.at_means()(mean), 1e-10),
+            (moved_cov.variance(), cov.variance() + added[None], 1e-6),
+            (kept.variance()[0], added, 1e-6),
         ]
 
     for actual, expected, tolerance in both(batch):
         assert_close(actual, expected, tolerance)
-    for module in (embed, places):
-        again = type(module).from_deterministic(module.mean_network())
-        assert_close(again.params.mean, module.params.mean)
+    for model in (embed, places):
+        again = mj.Bayesian(model.at_means())
+        for path, belief in model.owned.items():
+            assert_close(again.owned[path].mean[...], belief.mean[...])
 
 
 def test_sinusoidal_positions():
@@ -127,11 +138,23 @@ def test_ids_out_of_range_are_nan_in_compiled_code(structure):
         assert not (variance[[0, 2]] > 0).any()
 
 
+def test_ids_out_of_range_are_nan_in_a_model():
+    """As in Flax's own layer."""
+    mean, cov = mj.Bayesian(nnx.Embed(ROWS, 2, rngs=nnx.Rngs(0)))(np.array([[2, ROWS]]))
+    assert np.isfinite(mean[:, 0]).all()
+    assert np.isnan(mean[:, 1]).all()
+    assert not (cov.variance()[:, 1] > 0).any()
+
+
 TABLE = mj.posterior.Factorized(jnp.zeros((ROWS, 2)), jnp.ones((ROWS, 2)))
 
 
 def look_up(*ids, table=TABLE, structure=mj.Full):
     return mj.embedding(jnp.array(ids), table, structure)
+
+
+def positions(count):
+    return mj.nn.LearnedPositions(count, 2, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
@@ -140,14 +163,12 @@ def look_up(*ids, table=TABLE, structure=mj.Full):
         (lambda: look_up(5), ValueError, "from 0 to 4"),
         (lambda: look_up(-1), ValueError, "vocabulary"),
         (lambda: look_up(1.0), ValueError, "integers"),
-        (lambda: look_up([0, 0], [0, 0]), ValueError, "mj.nn.Embed"),
+        (lambda: look_up([0, 0], [0, 0]), ValueError, "use jax.vmap"),
         (lambda: mj.embedding(jnp.zeros(0, int), TABLE, mj.Full), ValueError, "one token"),
         (lambda: look_up(0, table=jnp.ones((3, 2))), TypeError, "Point"),
         (lambda: look_up(0, structure="Full"), TypeError, "structure"),
         (lambda: mj.embedding([0], TABLE, mj.Full), TypeError, r"Got list. Use jnp.asarray"),
-        (lambda: mj.nn.Embedding(0, 3, rngs=RNGS), ValueError, ">= 1"),
-        (lambda: mj.nn.Embedding(3, 2, rngs=RNGS)(jnp.array([[3]])), ValueError, "0 to 2"),
-        (lambda: mj.nn.LearnedPositions(3, 2, rngs=RNGS)(jnp.ones((4, 2))), ValueError, "4 tokens"),
+        (lambda: positions(3)(jnp.ones((4, 2))), ValueError, "Got 4 tokens"),
         (lambda: mj.sinusoidal_positions(3, 5), ValueError, "even"),
     ],
 )

@@ -67,7 +67,6 @@ SHAPES = [
     (lambda: attention(num_heads=3), "num_heads to divide"),
     (lambda: attention(mask=jnp.ones((3, 3))), "boolean mask"),
     (lambda: attention(zeros(3, 4, structure=mj.Separable), mask=[[True]]), "Got list"),
-    (lambda: mj.nn.Encoder(1, 4, 2, rngs=nnx.Rngs(0))(MEAN, valid=[True] * 3), "jnp.arange.*"),
     (lambda: encoder(MEAN[0]), "encoder_block"),
     (lambda: encoder(num_heads=0), "num_heads=0"),
     (lambda: encoder(epsilon=-1e-3, norm_first=True), "epsilon >= 0. Got -0.001"),
@@ -88,7 +87,7 @@ TYPES = [
     (lambda: encoder(activation=lambda m, c: m), "Use mj.gelu"),
     (lambda: mj.activation(MEAN, COV, "gelu"), "of a scalar. Got 'gelu'"),
     (lambda: mj.activation(MEAN, COV, mj.gelu), r"mj.gelu\(mean, cov\)"),
-    (lambda: mj.nn.Dense(3, 2, rngs=None, structure="Full"), "mj.Separable"),
+    (lambda: mj.Bayesian(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), structure="Full"), "mj.Separable"),
 ]
 
 

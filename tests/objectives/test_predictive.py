@@ -74,28 +74,28 @@ def test_the_logarithm_vmap_and_the_softmax_without_uncertainty():
     np.testing.assert_allclose(np.exp(logarithm), loop, atol=1e-12)
 
 
-@pytest.mark.parametrize("structure", [mj.Certain, mj.Diagonal, mj.Separable, mj.Full])
+@pytest.mark.parametrize("structure", [mj.Diagonal, mj.Separable, mj.Full])
 @pytest.mark.parametrize("shape", [(4, 3), (2, 4, 2, 3)])  # (B, D), and two batch axes of sequences
 def test_moments_of_any_model_on_a_batch(structure, shape):
     """Shape, variances and predictions are those of single examples, each by its dense covariance."""
-    model, certain = nnx.Linear(3, 3, rngs=nnx.Rngs(0)), structure is mj.Certain
+    model = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
     beliefs = jax.tree.map(
-        lambda w: mj.posterior.Point(w) if certain else mj.posterior.Factorized(w, 0.1 + w**2),
+        lambda w: mj.posterior.Factorized(w, 0.1 + w**2),
         nnx.to_pure_dict(nnx.state(model, nnx.Param)),
     )
     axes = len(shape) // 2
     x = np.random.default_rng(0).normal(size=shape)
     with jax.numpy_rank_promotion("allow"):
-        mean, cov = mj.bayesian(model, beliefs, structure=structure, batch_axes=axes)(x)
+        predict = mj.Bayesian(model, beliefs=beliefs, structure=structure, batch_axes=axes)
+        mean, cov = moments = predict(x)
     assert cov.shape == cov.sd().shape == ((4, 1, 3) if axes == 1 else shape)
-    blocks = type(cov).token_blocks
-    for _ in range(axes):
-        blocks = jax.vmap(blocks)
-    rows, blocks = mean.reshape(-1, 3), blocks(cov).reshape(-1, 3, 3)
+    rows, blocks = mean.reshape(-1, 3), cov.token_blocks().reshape(-1, 3, 3)
     own = np.diagonal(blocks, axis1=1, axis2=2)
     labels, fit = np.arange(len(rows)) % 3, jax.vmap(expected_log_likelihood, (None, 0, 0, 0))
     pairs = [
         (cov.sd() ** 2, own),
+        (moments.variance, own),
+        (moments.features, blocks),
         (
             class_probabilities(mean, cov),
             [compiled(*one) for one in zip(rows, blocks, strict=True)],

@@ -71,20 +71,22 @@ def classify(model, x, labels):
     return losses.mean(), mj.optim.CategoricalPrediction(logits)
 
 
-def bayesian_mlp(**settings):
-    settings = {"learn_prior": True, "structure": mj.Full, **settings}
-    return mj.nn.MLP([4, 5, CLASSES], rngs=nnx.Rngs(0), **settings)
+def bayesian_mlp(**options):
+    network = mj.nn.MLP([4, 5, CLASSES], rngs=nnx.Rngs(0))
+    return mj.Bayesian(network, mj.Categorical(), **{"learn_prior": True, **options})
+
+
+def bayesian_vit(options=None, **sizes):
+    sizes = {"image_size": 4, "patch_size": 2, "num_features": 8, "num_heads": 2, **sizes}
+    network = mj.nn.VisionTransformer(**sizes, num_classes=CLASSES, rngs=nnx.Rngs(0))
+    return mj.Bayesian(network, mj.Categorical(), **options or {})
 
 
 def bayesian_loss(model, x, labels):
-    """Minus the ELBO for each example, with rows as tokens of one sequence each."""
-    mean, cov = model(x[:, None, :])
-    mean, cov = mean[:, 0], cov.cov[:, 0, :, 0]
-    fits = jax.vmap(mj.objectives.expected_log_likelihood, (None, 0, 0, 0))(
-        mj.objectives.Categorical(), labels, mean, cov
-    )
-    bound = mj.objectives.elbo(fits, model.kl(), dataset_size=100)
-    return -bound / 100, mj.optim.BayesianCategoricalPrediction(mean, cov)
+    """Minus the ELBO for each example, and the prediction."""
+    moments = model(x)
+    prediction = mj.optim.BayesianCategoricalPrediction(moments.mean, moments.features)
+    return -model.elbo(x, labels, dataset_size=100), prediction
 
 
 def close(left, right, tolerance=1e-10):

@@ -1,5 +1,7 @@
 """Capture: gradients to the bit, and the statistics of a network written out by hand."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
+from moment_jax.optim.layer_blocks import flatten
 from tests.optim.networks import (
     CLASSES,
     Everything,
@@ -14,11 +17,13 @@ from tests.optim.networks import (
     Perceptron,
     bayesian_loss,
     bayesian_mlp,
+    bayesian_vit,
     capture,
     classify,
     dense_batch,
     everything_batch,
 )
+from tests.optim.networks import close as nearly
 
 optim = mj.optim
 KEY = jax.random.key(5)
@@ -61,7 +66,7 @@ def test_bayesian_gradients_to_the_bit():
     value, grads, factors = capture(bayesian_loss)(model, *batch)
     plain = nnx.jit(nnx.value_and_grad(lambda model, *batch: bayesian_loss(model, *batch)[0]))
     same((value, grads), plain(model, *batch))
-    assert factors["layers/0"].inputs.shape == (1, 5, 5)
+    assert factors["weights/layers/0"].inputs.shape == (1, 5, 5)
 
 
 @nnx.jit
@@ -193,18 +198,82 @@ def test_a_model_that_maps_over_its_batch():
     jax.tree.map(close, *factors)
 
 
-def test_means_of_bayesian_layers_are_what_plain_layers_have():
-    """With certain weights the factors are those of the plain network."""
-    bayesian, (x, labels) = bayesian_mlp(posterior=mj.posterior.Point), dense_batch()
+class Codes(nnx.Module):
+    """A plain layer before a Bayesian network."""
 
-    def loss(model, x, labels):
-        return classify(lambda x: model(x[:, None, :])[0][:, 0], x, labels)
+    def __init__(self):
+        self.embed = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.network = bayesian_mlp()
 
-    x = x.astype(jnp.float32)
-    left = capture(loss)(bayesian, x, labels, key=KEY)[2]
-    for name, factor in capture()(bayesian.mean_network(), x, labels, key=KEY)[2].items():
-        np.testing.assert_allclose(left[name].inputs, factor.inputs, rtol=1e-5)
-        np.testing.assert_allclose(left[name].outputs, factor.outputs, rtol=1e-4, atol=1e-7)
+    def __call__(self, x):
+        return self.network(self.embed(x))
+
+    def plain(self):
+        return nnx.Sequential(self.embed, self.network.at_means())
+
+
+def random_linear():
+    return mj.Bayesian(
+        nnx.Linear(4, CLASSES, rngs=nnx.Rngs(0)), mj.Categorical(), structure=mj.Full
+    )
+
+
+CREATE = [
+    random_linear,
+    partial(bayesian_mlp, linearised=True, structure=mj.Diagonal),
+    partial(bayesian_vit, {"random": nnx.PathContains("encoder")}, scan=True, remat=True),
+    partial(bayesian_vit, {"family": mj.posterior.KroneckerEigen}, num_blocks=1),
+    Codes,
+]
+
+
+def logits_of(model, x, labels):
+    output = model(x)
+    return classify(lambda _: output.mean if isinstance(output, mj.Moments) else output, x, labels)
+
+
+@pytest.mark.usefixtures("ranks_of_a_user")
+@pytest.mark.parametrize("create", CREATE)
+def test_factors_of_a_bayesian_are_those_of_its_network_at_the_means(create):
+    """Also of a network in a module."""
+    model, labels = create(), jnp.arange(N) % CLASSES
+    bayesian = getattr(model, "network", model)
+    x = jax.random.normal(jax.random.key(1), (N, 4), jnp.float32)
+    if bayesian.name == "VisionTransformer":
+        x = jnp.stack([x, 2 * x, -x, x**2], axis=-1)
+    plain = model.plain() if model is not bayesian else model.at_means()
+    left, right = (capture(logits_of)(network, x, labels, key=KEY)[2] for network in (model, plain))
+    for ours, theirs in zip(left.values(), right.values(), strict=True):
+        jax.tree.map(partial(nearly, tolerance=1e-5), ours, theirs)
+
+
+@pytest.mark.parametrize("reading", [optim.KroneckerExpand(), optim.PerSample()])
+def test_factors_from_the_elbo_of_a_bayesian(reading):
+    """Its prediction has no covariance in the pass of the factors, which are finite."""
+    model, (x, labels) = bayesian_mlp(), dense_batch()
+    settings = {"reading": reading, "fisher": EMPIRICAL}
+    left = capture(bayesian_loss, **settings)(model, x, labels, when=jnp.array(True))[2]
+    right = capture(**settings)(model.at_means(), x, labels)[2]
+    for name, factor in right.items():
+        jax.tree.map(partial(nearly, tolerance=1e-5), left[f"weights/{name}"], factor)
+    sampled = capture(bayesian_loss, reading=reading)(model, x, labels)[2]
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(sampled))
+
+
+@pytest.mark.parametrize("create", CREATE)
+def test_blocks_of_a_bayesian_are_of_its_own_variables(create):
+    """Of an abstract model too; every parameter of its layers is in one."""
+    model, abstract = create(), nnx.eval_shape(create)
+    blocks = optim.find_blocks(abstract)
+    assert blocks == optim.find_blocks(model)
+    values = flatten(nnx.state(model, nnx.Param))
+    for block in blocks:
+        assert [values[leaf].shape for leaf in block.leaves] == list(block.shapes)
+        parts = block.split(block.matrix(values))
+        jax.tree.map(np.testing.assert_array_equal, parts, {k: values[k] for k in block.leaves})
+    layers = {leaf for block in blocks for leaf in block.leaves}
+    means = {p for p in values if p.endswith(("kernel", "kernel/mean", "bias", "bias/mean"))}
+    assert means <= layers
 
 
 P, Q = jax.nn.softmax(LOGITS), jax.nn.sigmoid(LOGITS)

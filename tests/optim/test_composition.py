@@ -18,6 +18,7 @@ from tests.optim.networks import (
     Perceptron,
     bayesian_loss,
     bayesian_mlp,
+    bayesian_vit,
     capture,
     compiled,
     dense_batch,
@@ -130,12 +131,17 @@ def test_nnx_optimizer_and_scan_of_steps():
     equal(scanned(), pure(model))
 
 
-def test_one_call_for_a_bayesian_model():
-    """Means by K-FAC, spreads and the learned prior by Adam; all of them move."""
-    model = bayesian_mlp()
+@pytest.mark.usefixtures("ranks_of_a_user")
+@pytest.mark.parametrize("create", [bayesian_mlp, partial(bayesian_vit, num_blocks=1)])
+def test_one_call_for_a_bayesian_model(create):
+    """Means by K-FAC, positions, spreads and the learned prior by Adam; all of them move."""
+    model, (x, labels) = create(), dense_batch()
+    if model.name == "VisionTransformer":
+        x = jnp.stack([x, 2 * x, -x, x**2], axis=-1)
     tx = optim.for_model(model, partial(optim.kfac, 0.1, damping=1e-2, kl_bound=1e-2))
     before, update = jax.tree.map(np.asarray, pure(model)), jax.jit(tx.update)
-    values = losses_of(model, capture(bayesian_loss), dense_batch(), tx, update, 15)
+    batch = x.astype(jnp.float32), labels
+    values = losses_of(model, capture(bayesian_loss), batch, tx, update, 15)
     assert values[-1] < values[0]
     moved = jax.tree.map(lambda a, b: np.any(a != np.asarray(b)), before, pure(model))
     assert all(jax.tree.leaves(moved))

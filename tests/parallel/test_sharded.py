@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 import moment_jax as mj
 from tests.builders import ALL_STRUCTURES
@@ -28,6 +28,7 @@ SIZES = {"data": 2, "model": 4}
         (("query", "kernel", "raw", "out_basis"), (8, 8), ("model", None)),
         (("query", "kernel", "mean"), (7, 8), (None, "model")),  # 7 rows on 2 devices
         (("query", "kernel"), (8, 4, 2), ("data", "model", None)),  # Flax's, by heads
+        (("weights", "query", "kernel", "mean"), (8, 4, 2), ("data", "model", None)),
         (("query", "bias"), (4, 2), ("model", None)),
         (("out", "kernel"), (4, 2, 8), ("model", None, "data")),
         (("table", "mean"), (12, 8), ("model", "data")),
@@ -40,6 +41,21 @@ SIZES = {"data": 2, "model": 4}
 )
 def test_rules(path, shape, expected):
     assert mj.parallel.partition_spec(path, shape, SIZES) == PartitionSpec(*expected)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_beliefs_lie_where_the_plain_network_does(scan, ranks_of_a_user):
+    """Means and spreads alike, of stacked blocks too."""
+    mesh = AbstractMesh((2, 4), ("data", "model"))
+    network = mj.nn.TokenTransformer(6, 8, 8, num_blocks=2, scan=scan, rngs=nnx.Rngs(0))
+    plain = mj.parallel.shardings(network, mesh)
+    found = mj.parallel.shardings(mj.Bayesian(network, learn_prior=True), mesh)
+    (path,) = (p for p in plain if p[-2:] == ("query", "kernel") and 1 not in p)
+    assert plain[path].spec == PartitionSpec(*(None,) * scan, "data", "model", None)
+    for path, place in plain.items():
+        assert found["weights", *path, "mean"].spec == place.spec
+        assert found["weights", *path, "raw", "scale"].spec == place.spec
+        assert found["weights", *path, "prior_log_scale"].spec == PartitionSpec()
 
 
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)

@@ -15,9 +15,15 @@ import pytest
 from moment_jax import reference
 from moment_jax.covariance import Full
 from moment_jax.layers import attention, dense, encoder_block, layer_norm, matmul, relu
-from moment_jax.nn.plain import PlainEncoderBlock, plain_attention, plain_linear, plain_norm
 from moment_jax.posterior import Factorized, FullNormal, MatrixNormal
-from tests.builders import random_block, random_dense_params
+from tests.builders import (
+    plain_attention,
+    plain_block,
+    plain_linear,
+    plain_norm,
+    random_block,
+    random_dense_params,
+)
 from tests.reference.examples import FEATURES, HIDDEN, moments_of, product_operands, worst
 
 NUM_SAMPLES, EPSILON = 50_000, 1e-6
@@ -48,11 +54,11 @@ class Case(NamedTuple):
 
 
 def block_case(norm_first):
-    options = {"num_heads": 2, "norm_first": norm_first, "epsilon": EPSILON}
+    options = {"norm_first": norm_first, "epsilon": EPSILON}
     return Case(
         "small",
-        lambda x, params: PlainEncoderBlock(params, activation=jax.nn.relu, **options)(x),
-        lambda x, params: encoder_block(x.mean, Full(x.cov), params, **options),
+        lambda x, params: plain_block(params, 2, **options)(x),
+        lambda x, params: encoder_block(x.mean, Full(x.cov), params, num_heads=2, **options),
     )
 
 
@@ -70,7 +76,7 @@ CASES = {
     "relu": Case("large", lambda x, _: jax.nn.relu(x), lambda x, _: relu(x.mean, Full(x.cov))),
     "layer_norm": Case(
         "small",
-        lambda x, params: plain_norm(params.norm1, FEATURES, EPSILON)(x),
+        lambda x, params: plain_norm(params.norm1, EPSILON)(x),
         lambda x, params: layer_norm(x.mean, Full(x.cov), params.norm1),
     ),
     "attention": Case(

@@ -131,7 +131,7 @@ def second_derivative(of):
 def ways_in():
     """Modules, exported programs, batches, and a loss of the result."""
     certain = mj.Separable.zeros(X.shape)
-    layer = mj.nn.Dense(64, 64, rngs=nnx.Rngs(0))
+    layer = mj.Bayesian(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), batch_axes=0)
     graph, state = nnx.split(layer)
     expected = jax.jit(lambda state, x: sums(nnx.merge(graph, state)(x)))(state, X)
     exported = jax.export.export(jax.jit(lambda x: sums(nnx.merge(graph, state)(x))))(X)

@@ -27,7 +27,7 @@ from moment_jax.covariance.numerics import (
     summed_covs,
     weighted_sum,
 )
-from moment_jax.covariance.separable import Cross, Separable, kernel_noise, spread
+from moment_jax.covariance.separable import Cross, Separable, agreeing, kernel_noise, spread
 from moment_jax.covariance.token_gram import (
     Nystroem,
     TokenGram,
@@ -232,6 +232,7 @@ def attention(
     by_noise = kernel_noise(params.output.kernel, averages, weighted_sum(cov.pool, mixed)[None])
     features = summed_covs(feature_gram(output.T, averages), by_noise)
     variances = spread(diagonal_of(gram_tokens), diagonal_of(features))
+    features = agreeing(features, gram_tokens, cov.pool)
     out_cov = Separable.unchecked(variances, gram_tokens, features, cov.pool)
     out_cov = with_bias(out_cov, params.output.bias)
     if memory is None:

@@ -12,7 +12,14 @@ from moment_jax.covariance.numerics import (
     vector_variance,
     weighted_sum,
 )
-from moment_jax.covariance.separable import Cross, Separable, average_gain, kernel_noise, spread
+from moment_jax.covariance.separable import (
+    Cross,
+    Separable,
+    agreeing,
+    average_gain,
+    kernel_noise,
+    spread,
+)
 from moment_jax.covariance.token_gram import count_of, diagonal_of, gram, with_diagonal
 from moment_jax.layers.params import FeedForwardParams, bias_cov, with_bias
 from moment_jax.layers.rules import Moments
@@ -73,5 +80,6 @@ def feed_forward(
     by_kernel = kernel_noise(output.kernel, active, pooled)
     variances = spread(diagonal_of(tokens), variance + vector_variance(by_kernel))
     features = summed_covs(features, summed_covs(by_noise, by_kernel))
+    features = agreeing(features, tokens, pool)
     cov = with_bias(Separable.unchecked(variances, tokens, features, pool), output.bias)
     return output.mean_output(moments.mean), cov, cross.map_features(jacobian)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt
-from moment_jax.covariance.separable import Cross, Separable
+from moment_jax.covariance.separable import Cross, Separable, agreeing
 from moment_jax.covariance.token_gram import (
     count_of,
     diagonal_of,
@@ -68,12 +68,15 @@ def norm(
     pairs = weights * cov.tokens * weights.T
     twice = nystroem(pairs * product(normal, mapped, count_of(pairs))) @ normal
     bend = row_sums(pairs) * mapped / d - twice / (2 * d**2)
-    bent, trace = normal.T @ bend, total(pairs) * size - 2 * jnp.sum(normal * bend)
+    bent = normal.T @ bend
     summed = total(pairs) * inner - bent - bent.T
-    summed = summed * safe_divide(pulled(pool, tokens) @ pool, trace)
 
     shares = unit * pulled(pool, cov.tokens)[:, None] * weights
     straight = features - average[:, None] if centres else features
     crossed = jnp.sum(shares) * straight - (shares * linked).T @ normal / d
     cross = Cross(right_scaled(cov.tokens, inverse * left), crossed)
-    return out, Separable.unchecked(variances, tokens, summed, pool), cross
+    variances = variances * safe_divide(
+        diagonal_of(tokens)[:, None], jnp.sum(variances, axis=1, keepdims=True)
+    )
+    features = agreeing(summed, tokens, pool)
+    return out, Separable.unchecked(variances, tokens, features, pool), cross

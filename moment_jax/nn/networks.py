@@ -1,0 +1,437 @@
+"""Ordinary Flax networks: Transformers and a multilayer perceptron. `model(x)` is an array.
+
+They know nothing of moments: `mj.Bayesian(network)` makes any of them random, as it does your own. All
+arrays may have leading batch axes. An activation is "relu", "gelu" (the exact one), "tanh", "silu", or
+any scalar function.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+Activation = str | Callable[[Array], Array]
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "relu": jax.nn.relu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "tanh": jnp.tanh,
+    "silu": jax.nn.silu,
+}
+
+
+def find_activation(activation: Activation) -> Callable[[Array], Array]:
+    """The function itself, or the one of this name; ValueError lists the names."""
+    if callable(activation):
+        return activation
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"A network needs an activation, a function or one of {', '.join(ACTIVATIONS)}. Got "
+            f"{activation!r}."
+        )
+    return ACTIVATIONS[activation]
+
+
+class MLP(nnx.Module):
+    """Linear layers with an activation between them: (..., in) -> (..., out).
+
+    Args:
+      features: widths, from the input's to the output's, such as [8, 50, 1].
+      activation: between the layers.
+      rngs: Flax's random streams, for the initial weights.
+
+    >>> model = MLP([3, 8, 2], rngs=nnx.Rngs(0))
+    >>> model(jnp.ones((5, 3))).shape
+    (5, 2)
+    """
+
+    def __init__(
+        self, features: Sequence[int], *, activation: Activation = "relu", rngs: nnx.Rngs
+    ) -> None:
+        if len(features) < 2:
+            raise ValueError(
+                "`MLP` needs the widths of its input and its output at least, such as [8, 50, 1]. Got "
+                f"{list(features)}."
+            )
+        self.layers = nnx.List(nnx.Linear(a, b, rngs=rngs) for a, b in pairwise(features))
+        self.activation = find_activation(activation)
+
+    def __call__(self, x: Array) -> Array:
+        """(..., in) -> (..., out)."""
+        for layer in self.layers[:-1]:
+            x = self.activation(layer(x))
+        return self.layers[-1](x)
+
+
+class _Block(nnx.Module):
+    """Base of encoder and decoder blocks: attentions, then the feed-forward layer.
+
+    Every sublayer has a residual and a normalisation of its own, after it (post-norm) or before it.
+    """
+
+    attentions: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self, num_features: int, num_heads: int, *, hidden_features: int | None = None,
+        norm_first: bool = False, activation: Activation = "relu", epsilon: float = 1e-6,
+        rngs: nnx.Rngs,
+    ) -> None:  # fmt: skip
+        if num_heads < 1 or num_features % num_heads:
+            raise ValueError(
+                f"`{type(self).__name__}` needs num_heads to divide num_features. Got {num_heads} and "
+                f"{num_features}."
+            )
+        hidden = 4 * num_features if hidden_features is None else hidden_features
+        norm = partial(nnx.LayerNorm, num_features, epsilon=epsilon, use_fast_variance=False)
+        for i, name in enumerate(self.attentions, 1):
+            attend = nnx.MultiHeadAttention(num_heads, num_features, decode=False, rngs=rngs)
+            setattr(self, name, attend)
+            setattr(self, f"norm{i}", norm(rngs=rngs))
+        self.hidden = nnx.Linear(num_features, hidden, rngs=rngs)
+        self.output = nnx.Linear(hidden, num_features, rngs=rngs)
+        setattr(self, f"norm{len(self.attentions) + 1}", norm(rngs=rngs))
+        self.norm_first, self.activation = norm_first, find_activation(activation)
+
+    def sublayer(self, x: Array, norm: nnx.LayerNorm, branch: Callable[[Array], Array]) -> Array:
+        """A branch with its residual and its normalisation."""
+        return x + branch(norm(x)) if self.norm_first else norm(x + branch(x))
+
+    def transform(self, x: Array) -> Array:
+        """The feed-forward layer alone."""
+        return self.output(self.activation(self.hidden(x)))
+
+
+class EncoderBlock(_Block):
+    """A Transformer encoder block: self-attention and a feed-forward layer.
+
+    Args:
+      num_features: D.
+      num_heads: H, a divisor of D.
+      hidden_features: width of the feed-forward layer; 4 D where None.
+      norm_first: pre-norm if True, post-norm (the original's) if False.
+      activation: of the feed-forward layer.
+      epsilon: added to the variance in the normalisations.
+      rngs: Flax's random streams, for the initial weights.
+
+    Raises:
+      ValueError: if the heads do not divide the features, or the activation is unknown.
+    """
+
+    attentions = ("attention",)
+    attention: nnx.MultiHeadAttention
+    norm1: nnx.LayerNorm
+    norm2: nnx.LayerNorm
+
+    def __call__(self, x: Array, mask: Array | None = None) -> Array:
+        """(..., T, D) -> (..., T, D).
+
+        `mask` is True where a query may look at a key, of a shape that broadcasts to (..., H, T, T): for
+        padding, valid[..., None, None, :]; for a causal block, jnp.tril(jnp.ones((T, T), bool)).
+        """
+        x = self.sublayer(x, self.norm1, partial(self.attention, mask=mask))
+        return self.sublayer(x, self.norm2, self.transform)
+
+
+class DecoderBlock(_Block):
+    """A Transformer decoder block: self-attention, attention to a memory, and a feed-forward layer.
+
+    Arguments and errors are those of `EncoderBlock`; the memory has D features too.
+    """
+
+    attentions = ("self_attention", "cross_attention")
+    self_attention: nnx.MultiHeadAttention
+    cross_attention: nnx.MultiHeadAttention
+    norm1: nnx.LayerNorm
+    norm2: nnx.LayerNorm
+    norm3: nnx.LayerNorm
+
+    def __call__(
+        self, x: Array, memory: Array, mask: Array | None = None, memory_mask: Array | None = None
+    ) -> Array:
+        """(..., T, D) and a memory (..., S, D) -> (..., T, D); masks as for `EncoderBlock`."""
+        look = partial(self.cross_attention, inputs_k=memory, inputs_v=memory, mask=memory_mask)
+        x = self.sublayer(x, self.norm1, partial(self.self_attention, mask=mask))
+        return self.sublayer(self.sublayer(x, self.norm2, look), self.norm3, self.transform)
+
+
+class _Stack(nnx.Module):
+    """Blocks one after another; with pre-norm a final normalisation follows."""
+
+    block_type: ClassVar[Any]
+
+    def __init__(
+        self, num_blocks: int, num_features: int, num_heads: int, *,
+        hidden_features: int | None = None, norm_first: bool = False,
+        activation: Activation = "relu", epsilon: float = 1e-6, scan: bool = False,
+        remat: bool = False, rngs: nnx.Rngs,
+    ) -> None:  # fmt: skip
+        if num_blocks < 1:
+            raise ValueError(f"`{type(self).__name__}` needs num_blocks >= 1. Got {num_blocks}.")
+
+        def block(rngs: nnx.Rngs) -> Any:
+            return self.block_type(
+                num_features, num_heads, hidden_features=hidden_features, norm_first=norm_first,
+                activation=activation, epsilon=epsilon, rngs=rngs,
+            )  # fmt: skip
+
+        if scan:
+            self.blocks: Any = nnx.split_rngs(splits=num_blocks)(nnx.vmap(block))(rngs)
+        else:
+            self.blocks = nnx.List(block(rngs) for _ in range(num_blocks))
+        norm = partial(nnx.LayerNorm, num_features, epsilon=epsilon, use_fast_variance=False)
+        self.final_norm = nnx.data(norm(rngs=rngs) if norm_first else None)
+        self.scan, self.remat = scan, remat
+
+    def _through(self, x: Array, *given: Any) -> Array:
+        """All blocks, each with x and the other arguments: a memory, masks."""
+
+        def one(graph: Any, x: Array, state: Any) -> Array:
+            return nnx.merge(graph, state)(x, *given)
+
+        # Split and merged by hand: Flax's own transformations refuse a model that is closed over.
+        one = jax.checkpoint(one, static_argnums=0) if self.remat else one
+        if self.scan:
+            graph, stacked = nnx.split(self.blocks)
+            x, _ = jax.lax.scan(lambda x, state: (one(graph, x, state), None), x, stacked)
+        elif self.remat:
+            for block in self.blocks:
+                graph, state = nnx.split(block)
+                x = one(graph, x, state)
+        else:
+            for block in self.blocks:
+                x = block(x, *given)
+        return x if self.final_norm is None else self.final_norm(x)
+
+
+class Encoder(_Stack):
+    """A stack of encoder blocks; with pre-norm, a final normalisation follows.
+
+    Args:
+      num_blocks: L.
+      num_features: D.
+      num_heads: H, a divisor of D.
+      hidden_features: width of the feed-forward layers; 4 D where None.
+      norm_first: pre-norm if True, post-norm (the original's) if False.
+      activation: of the feed-forward layers.
+      epsilon: added to the variance in the normalisations.
+      scan: one compiled loop over the blocks, whose weights are stacked: twelve blocks compile like two,
+        and a gradient of few blocks takes longer.
+      remat: recompute each block in the backward pass instead of storing what it needs.
+      rngs: Flax's random streams, for the initial weights.
+
+    Raises:
+      ValueError: if there is no block, the heads do not divide the features, or the activation is
+        unknown.
+    """
+
+    block_type = EncoderBlock
+
+    def __call__(self, x: Array, mask: Array | None = None) -> Array:
+        """(..., T, D) -> (..., T, D); the mask as for `EncoderBlock`."""
+        return self._through(x, mask)
+
+
+class Decoder(_Stack):
+    """A stack of decoder blocks with one memory; arguments and errors are those of `Encoder`."""
+
+    block_type = DecoderBlock
+
+    def __call__(
+        self, x: Array, memory: Array, mask: Array | None = None, memory_mask: Array | None = None
+    ) -> Array:
+        """(..., T, D) and a memory (..., S, D) -> (..., T, D); masks as for `EncoderBlock`."""
+        return self._through(x, memory, mask, memory_mask)
+
+
+class Transformer(nnx.Module):
+    """An encoder of the source and a decoder of the target, between your own embeddings and head.
+
+    Args:
+      num_features: D.
+      num_heads: H, a divisor of D.
+      num_encoder_blocks: blocks of the encoder.
+      num_decoder_blocks: blocks of the decoder; as many as the encoder has where None.
+      rngs: Flax's random streams, for the initial weights.
+      options: the other keyword arguments of `Encoder`, the same for the decoder: hidden_features,
+        norm_first, activation, epsilon, scan, remat.
+
+    >>> model = Transformer(4, 2, 1, hidden_features=4, rngs=nnx.Rngs(0))
+    >>> model(jnp.ones((2, 5, 4)), jnp.ones((2, 3, 4)), mask=jnp.tril(jnp.ones((3, 3), bool))).shape
+    (2, 3, 4)
+    """
+
+    def __init__(
+        self, num_features: int, num_heads: int, num_encoder_blocks: int,
+        num_decoder_blocks: int | None = None, *, rngs: nnx.Rngs, **options: Any,
+    ) -> None:  # fmt: skip
+        size, count = (num_features, num_heads), num_decoder_blocks
+        self.encoder = Encoder(num_encoder_blocks, *size, rngs=rngs, **options)
+        count = num_encoder_blocks if count is None else count
+        self.decoder = Decoder(count, *size, rngs=rngs, **options)
+
+    def __call__(
+        self, source: Array, target: Array, source_mask: Array | None = None,
+        mask: Array | None = None, memory_mask: Array | None = None,
+    ) -> Array:  # fmt: skip
+        """(..., S, D) and (..., T, D) -> (..., T, D).
+
+        Masks as for `EncoderBlock`: of the encoder, of the decoder's self-attention, and of its
+        attention to the memory, (..., H, T, S). A causal decoder needs a `mask`.
+        """
+        return self.decoder(target, self.encoder(source, source_mask), mask, memory_mask)
+
+
+class LearnedPositions(nnx.Module):
+    """Adds a vector of its own to every position of a sequence.
+
+    Args:
+      max_length: the longest sequence.
+      num_features: D.
+      scale: standard deviation of the initial vectors.
+      rngs: Flax's random streams, for the initial vectors.
+    """
+
+    def __init__(
+        self, max_length: int, num_features: int, *, scale: float = 0.02, rngs: nnx.Rngs
+    ) -> None:
+        start = nnx.initializers.normal(scale)
+        self.table = nnx.Embed(max_length, num_features, embedding_init=start, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        """(..., T, D) -> (..., T, D); ValueError if the sequence ends beyond the last position."""
+        if x.shape[-2] > self.table.num_embeddings:
+            raise ValueError(
+                f"`LearnedPositions` of {self.table.num_embeddings} places needs a sequence within "
+                f"them. Got {x.shape[-2]} tokens."
+            )
+        return x + self.table(jnp.arange(x.shape[-2]))
+
+
+class TokenTransformer(nnx.Module):
+    """Linear embedding + learned positions -> encoder -> linear head at every token.
+
+    For one-hot inputs the embedding's kernel is a table of rows. Positions begin as large as tokens:
+    with Flax's customary 0.02 a small network is slow to tell positions apart.
+
+    Args:
+      num_tokens: T, of the longest sequence.
+      in_features: numbers at every token of the input.
+      out_features: numbers at every token of the output.
+      num_blocks: L.
+      num_features: D.
+      num_heads: H, a divisor of D.
+      norm_first: pre-norm if True.
+      rngs: Flax's random streams, for the initial weights.
+      options: the other keyword arguments of `Encoder`: hidden_features, activation, epsilon, scan,
+        remat.
+    """
+
+    def __init__(
+        self, num_tokens: int, in_features: int, out_features: int, *, num_blocks: int = 1,
+        num_features: int = 32, num_heads: int = 4, norm_first: bool = True, rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        self.embed = nnx.Linear(in_features, num_features, rngs=rngs)
+        self.positions = LearnedPositions(num_tokens, num_features, scale=1.0, rngs=rngs)
+        size = num_blocks, num_features, num_heads
+        self.encoder = Encoder(*size, norm_first=norm_first, rngs=rngs, **options)
+        self.head = nnx.Linear(num_features, out_features, rngs=rngs)
+
+    def __call__(self, x: Array, mask: Array | None = None) -> Array:
+        """(..., T, in) -> (..., T, out); the mask as for `EncoderBlock`."""
+        return self.head(self.encoder(self.positions(self.embed(x)), mask))
+
+
+@dataclasses.dataclass(frozen=True)
+class Patches:
+    """Cuts images into the tokens of a sequence, patch by patch in rows.
+
+    Integers become float32 without scaling: divide uint8 by 255 for numbers up to one.
+
+    Args:
+      size: height and width of a patch.
+      channels: number of channels; images of one channel may omit the axis.
+    """
+
+    size: int
+    channels: int = 1
+
+    def count(self, name: str, image_size: int) -> int:
+        """The number of tokens of a square image; ValueError unless patches divide it."""
+        if self.size < 1 or image_size < 1 or image_size % self.size:
+            raise ValueError(
+                f"`{name}` needs patch_size to divide image_size. Got {self.size} and {image_size}."
+            )
+        return (image_size // self.size) ** 2
+
+    def __call__(self, images: Array) -> Array:
+        """(..., height, width[, channels]) -> (..., tokens, size * size * channels)."""
+        if not hasattr(images, "ndim") or images.ndim < 2:
+            raise ValueError(
+                "Patches need images (..., height, width[, channels]) as an array. Got "
+                f"{getattr(images, 'shape', type(images).__name__)}. Use jnp.asarray(images)."
+            )
+        if not jnp.issubdtype(images.dtype, jnp.floating):
+            images = images.astype(jnp.float32)
+        if self.channels == 1 and (images.ndim < 3 or images.shape[-1] != 1):
+            images = images[..., None]
+        *batch, height, width, channels = images.shape
+        if height % self.size or width % self.size or channels != self.channels:
+            raise ValueError(
+                f"Patches of {self.size} x {self.size} need images (..., height, width, "
+                f"{self.channels}) with sides divisible by {self.size}. Got {tuple(images.shape)}."
+            )
+        rows, columns = height // self.size, width // self.size
+        cut = images.reshape(*batch, rows, self.size, columns, self.size, channels)
+        return jnp.moveaxis(cut, -4, -3).reshape(*batch, rows * columns, self.size**2 * channels)
+
+
+class VisionTransformer(nnx.Module):
+    """Patches -> linear embedding + learned positions -> encoder -> mean over tokens -> linear head.
+
+    Args:
+      image_size: height and width of the images.
+      patch_size: height and width of a patch, a divisor of image_size.
+      num_classes: C.
+      channels: channels of the images.
+      num_features: D.
+      num_heads: H, a divisor of D.
+      num_blocks: L.
+      norm_first: pre-norm if True.
+      activation: of the feed-forward layers.
+      position_scale: standard deviation of the initial positions.
+      rngs: Flax's random streams, for the initial weights.
+      options: the other keyword arguments of `Encoder`: hidden_features, epsilon, scan, remat.
+
+    Raises:
+      ValueError: if patches do not divide the image or heads do not divide the features.
+
+    >>> model = VisionTransformer(image_size=8, patch_size=2, num_classes=10, rngs=nnx.Rngs(0))
+    >>> model(jnp.ones((5, 8, 8))).shape
+    (5, 10)
+    """
+
+    def __init__(
+        self, *, image_size: int, patch_size: int, num_classes: int, channels: int = 1,
+        num_features: int = 64, num_heads: int = 4, num_blocks: int = 2, norm_first: bool = True,
+        activation: Activation = "gelu", position_scale: float = 0.02, rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        self.patches = Patches(patch_size, channels)
+        num_tokens = self.patches.count("VisionTransformer", image_size)
+        self.embed = nnx.Linear(patch_size**2 * channels, num_features, rngs=rngs)
+        start = position_scale * jax.random.normal(rngs.params(), (num_tokens, num_features))
+        self.position = nnx.Param(start)
+        options = {"norm_first": norm_first, "activation": activation, **options}
+        self.encoder = Encoder(num_blocks, num_features, num_heads, rngs=rngs, **options)
+        self.head = nnx.Linear(num_features, num_classes, rngs=rngs)
+
+    def __call__(self, images: Array) -> Array:
+        """Images (..., height, width[, channels]) -> logits (..., C)."""
+        x = self.embed(self.patches(images)) + self.position[...]
+        return self.head(self.encoder(x).mean(axis=-2))

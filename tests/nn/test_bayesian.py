@@ -1,0 +1,263 @@
+"""`mj.Bayesian`: one door for every network, beliefs under its own paths, moments in its own shapes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import linen, nnx
+
+import moment_jax as mj
+from tests.builders import ALL_STRUCTURES, assert_close
+
+pytestmark = pytest.mark.usefixtures("ranks_of_a_user")
+
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (5, 3))
+TOKENS = jax.random.normal(KEY, (2, 4, 6))
+HEAD = nnx.PathContains("head")
+MATRICES = ("OutputShared", "MatrixNormal", "KroneckerEigen")
+FAMILIES = [getattr(mj.posterior, name) for name in ("Factorized", "FullNormal", *MATRICES)]
+
+
+class Net(nnx.Module):
+    """A hidden layer and a head."""
+
+    def __init__(self, rngs: nnx.Rngs, outputs: int = 2) -> None:
+        self.hidden, self.head = nnx.Linear(3, 8, rngs=rngs), nnx.Linear(8, outputs, rngs=rngs)
+
+    def __call__(self, x, shift=0.0):
+        return self.head(nnx.tanh(self.hidden(x))) + shift
+
+
+def net(outputs: int = 2) -> Net:
+    return Net(nnx.Rngs(0), outputs)
+
+
+def moments_of(model, *inputs, **options):
+    return nnx.jit(lambda model, *inputs: model(*inputs, **options))(model, *inputs)
+
+
+def assert_same(a, b, tolerance=1e-12):
+    jax.tree.map(lambda x, y: assert_close(x, y, tolerance), a, b)
+
+
+@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+def test_moments_have_the_networks_shapes(structure):
+    tokens = mj.nn.TokenTransformer(4, 6, 3, num_features=4, num_heads=2, rngs=nnx.Rngs(0))
+    for network, x in ((net(), X), (tokens, TOKENS)):
+        model = mj.Bayesian(network, structure=structure)
+        found, shape = moments_of(model, x), network(x).shape
+        assert found.mean.shape == found.sd.shape == found.variance.shape == shape
+        assert found.features.shape == (*shape, shape[-1])
+        own = jnp.einsum("...cc->...c", found.features)
+        assert_close(own, found.variance, 1e-6)
+        for query in ("to_dense", "token_blocks", "token_gram"):
+            batch = getattr(found.cov, query)()
+            one = getattr(jax.tree.map(lambda leaf: leaf[1], found.cov), query)()
+            assert_close(batch[1], one)
+
+
+@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_block_is_the_layers_transform(structure, norm_first):
+    from tests.builders import block_params
+
+    network = mj.nn.EncoderBlock(4, 2, norm_first=norm_first, activation="gelu", rngs=nnx.Rngs(0))
+    model, x = mj.Bayesian(network, structure=structure, batch_axes=0), TOKENS[0, :, :4]
+    params = block_params(model.beliefs)
+
+    def layers(x):
+        options = {"num_heads": 2, "norm_first": norm_first, "activation": mj.gelu}
+        return mj.encoder_block(x, structure.zeros(x.shape, x.dtype), params, **options)
+
+    (mean, cov), found = jax.jit(layers)(x), moments_of(model, x)
+    assert_close(found.mean, mean, 1e-6)
+    assert_close(found.variance, cov.variance(), 1e-6)
+    assert_close(found.cov.token_gram(), cov.token_gram(), 1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_beliefs_are_exchanged_scaled_and_saved(family, tmp_path):
+    attention = nnx.MultiHeadAttention(2, 6, decode=False, rngs=nnx.Rngs(0))
+    model = mj.Bayesian(attention, family=family, prior_scale=0.5)
+    again = mj.Bayesian(attention, beliefs=model.beliefs, prior_scale=0.5)
+    assert_close(again.kl(), model.kl(), 1e-6)
+    known, wider = (m.beliefs["query"]["kernel"] for m in (model, model.scaled(3.0)))
+    assert known.shape == (6, 2, 3)
+    assert_close(wider.marginal_variance(), 9 * known.marginal_variance(), 1e-6)
+    size = jnp.sqrt(jnp.mean(attention.query.kernel[...] ** 2))
+    assert_close(jnp.sqrt(jnp.mean(known.marginal_variance())), 0.1 * size, 1e-6)
+    graph, state = nnx.split(model)
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "state", state)
+    with ocp.StandardCheckpointer() as saver:
+        restored = nnx.merge(graph, saver.restore(tmp_path / "state", nnx.split(model)[1]))
+    assert_same(restored.beliefs, model.beliefs)
+
+
+def test_variables_stand_under_the_networks_paths():
+    model = mj.Bayesian(net(), mj.Gaussian(), random=HEAD, learn_prior=True)
+    names = {"/".join(map(str, path)): v for path, v in nnx.to_flat_state(nnx.state(model))}
+    kinds = {
+        "weights/hidden/kernel": nnx.Param,
+        "weights/head/kernel/mean": mj.nn.VariationalMean,
+        "weights/head/kernel/raw/scale": mj.nn.VariationalScale,
+        "weights/head/kernel/prior_log_scale": mj.nn.PriorScale,
+    }
+    assert all(type(names[name]) is kind for name, kind in kinds.items())
+    assert len(repr(model).splitlines()) == 5
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=mj.nn.VariationalScale)
+    loss = lambda m: -m.elbo(X, jnp.ones((5, 2)), dataset_size=5)  # noqa: E731
+    before = model.beliefs
+    optimizer.update(model, nnx.grad(loss, argnums=nnx.DiffState(0, mj.nn.VariationalScale))(model))
+    assert_same(model.at_means()(X), net()(X))
+    assert (model.beliefs["head"]["bias"].variance != before["head"]["bias"].variance).all()
+
+
+def test_partly_random_networks_keep_the_rest_plain():
+    whole, part = mj.Bayesian(net(), structure=mj.Full), mj.Bayesian(net(), random=HEAD)
+    hidden = nnx.tanh(net().hidden(X))
+    belief = part.beliefs["head"]
+    assert_close(moments_of(part, X).mean, net()(X))
+    variance = hidden**2 @ belief["kernel"].variance + belief["bias"].variance
+    assert_close(moments_of(part, X).variance, variance, 1e-6)
+    assert (moments_of(whole, X).variance > moments_of(part, X).variance).all()
+    gradients = nnx.grad(lambda m: jnp.sum(m(X).variance))(part)
+    assert jnp.any(gradients["weights"]["hidden"]["kernel"][...] != 0)
+
+
+def test_batches_loops_and_compiled_calls_agree():
+    model = mj.Bayesian(net(), mj.Categorical())
+    whole = moments_of(model, X)
+    assert_same(jax.tree.map(lambda x: x, model(X)), whole, 1e-6)
+    single = mj.Bayesian(net(), batch_axes=0, beliefs=model.beliefs)
+    assert_close(moments_of(single, X[1]).mean, whole.mean[1], 1e-6)
+    assert_close(moments_of(mj.Bayesian(net(), batch_axes=2), X[None]).sd, whole.sd[None], 1e-6)
+    prediction = model.predict(X)
+    assert_same(model.predict(X, batch_size=2), prediction, 1e-6)
+    assert_close(prediction.probs.sum(axis=-1), jnp.ones(5), 1e-6)
+    assert_close(prediction.entropy, prediction.aleatoric + prediction.epistemic, 1e-6)
+    labels = jnp.arange(5) % 2
+    expected = jnp.log(prediction.probs[jnp.arange(5), labels])
+    assert_close(model.log_prob(X, labels), expected, 1e-6)
+    assert model.elbo(X, labels, dataset_size=5, kl_weight=0.0) < expected.mean()  # Jensen
+    shifted = model.predict(X, shift=jnp.array([100.0, 0.0]))  # options are shared
+    assert_close(shifted.probs[:, 0], jnp.ones(5), 1e-6)
+
+
+def test_real_targets_have_noise_that_is_known_or_learned():
+    y = jnp.ones((5, 2))
+    known = mj.Bayesian(net(), mj.Gaussian(0.25)).predict(X)
+    sd = moments_of(mj.Bayesian(net()), X).sd
+    assert_close(known.sd, jnp.sqrt(sd**2 + 0.25), 1e-6)
+    low, high = known.interval(0.9)
+    assert_close(high - low, 2 * 1.6448536 * known.sd, 1e-5)
+    assert known.log_prob(y).shape == (5,)
+    assert known.sample(KEY).shape == (5, 2)
+    learned = mj.Bayesian(net(), mj.Gaussian())
+    gradient = nnx.grad(lambda m: m.elbo(X, y, dataset_size=5))(learned)
+    assert gradient["noise"][...] != 0
+    assert learned.likelihood.noise_variance == 1
+
+
+def test_networks_of_linen_and_sampled_networks_keep_their_class():
+    module = linen.Dense(2)
+    bound = module.bind(module.init(KEY, X))
+    model = mj.Bayesian(bound, structure=mj.Full)
+    assert isinstance(model.at_means(), linen.Dense)
+    assert_close(model.at_means()(X), bound(X))
+    belief = model.beliefs["params"]
+    variance = X**2 @ belief["kernel"].variance + belief["bias"].variance
+    assert_close(moments_of(model, X).variance, variance, 1e-6)
+    ours = mj.Bayesian(net())
+    assert type(ours.sample(KEY)) is Net
+    assert (ours.sample(KEY).head.kernel[...] != net().head.kernel[...]).all()
+
+
+def test_a_random_input_carries_its_covariance_through():
+    first, second = (
+        mj.Bayesian(nnx.Linear(3, 3, rngs=nnx.Rngs(i)), structure=mj.Full) for i in (0, 1)
+    )
+    both = nnx.Sequential(first.at_means(), second.at_means())
+    beliefs = {"layers": {0: first.beliefs, 1: second.beliefs}}
+    whole = moments_of(mj.Bayesian(both, beliefs=beliefs, structure=mj.Full), X)
+    assert_same(nnx.jit(lambda a, b, x: b(a(x)))(first, second, X), whole)
+    known = moments_of(first, X)  # x + f(x) is of one x
+    twice = mj.propagate(lambda w, x: x + jnp.tanh(x), structure=mj.Full)
+    assert twice((), (known.mean[:1], jax.tree.map(lambda x: x[0], known.cov)))[
+        1
+    ].variance().min() > (known.variance[:1].min())
+
+
+def test_a_model_is_checked_and_explained():
+    model = mj.Bayesian(net(), structure=mj.Full)
+    found = model.check(X, samples=200)
+    assert abs(found.sd_ratio - 1) < 0.1
+    assert found.mean_error < 0.3
+    assert found.seconds > 0
+    table = str(model.explain(X)).splitlines()
+    assert len(table) == len(model.explain(X)) + 1
+    assert "test_bayesian.py" in table[1]
+    copy = model.replace(structure=mj.Diagonal)
+    copy.owned["hidden", "bias"].mean.set_value(jnp.ones(8))
+    assert (model.beliefs["hidden"]["bias"].mean == 1).all()  # the same variables
+
+
+class Reports(nnx.Module):
+    """A layer with statistics."""
+
+    def __init__(self) -> None:
+        self.norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.norm(x)
+
+
+WRONG = [
+    (lambda: mj.Bayesian(nnx.Dropout(0.1)), ValueError, "network with parameters"),
+    (lambda: mj.Bayesian(jnp.tanh), TypeError, "mj.propagate"),
+    (lambda: mj.Bayesian(mj.Bayesian(net())), TypeError, "at_means"),
+    (lambda: mj.Bayesian(linen.Dense(2)), TypeError, "module.bind"),
+    (
+        lambda: mj.Bayesian(net(), random=nnx.PathContains("body")),
+        ValueError,
+        "hidden/kernel.*head",
+    ),
+    (lambda: mj.Bayesian(net(), beliefs={"hidden": {"weight": X}}), ValueError, "hidden/weight"),
+    (
+        lambda: mj.Bayesian(net(), beliefs={"head": {"bias": mj.posterior.Factorized(X, X**2)}}),
+        ValueError,
+        r"head/bias \(2,\).*\(5, 3\)",
+    ),
+    (lambda: mj.Bayesian(net(), beliefs={}), ValueError, "one array at least"),
+    (lambda: mj.Bayesian(net(), family=mj.posterior.Reshaped), TypeError, "posterior family"),
+    (
+        lambda: mj.Bayesian(net(), family=lambda _: mj.posterior.KroneckerEigen),
+        ValueError,
+        "vector",
+    ),
+    (lambda: mj.Bayesian(net(), relative_scale=0), ValueError, "relative_scale > 0"),
+    (lambda: mj.Bayesian(net(), structure="Full"), TypeError, "mj.Separable"),
+    (lambda: mj.Bayesian(net(), landmarks=0), ValueError, "landmarks=T"),
+    (lambda: mj.Bayesian(net(), landmarks=9)(X), ValueError, "at most.* 1. Got 9"),
+    (lambda: mj.Bayesian(net(), mj.Categorical), TypeError, r"Categorical\(\)"),
+    (lambda: mj.Bayesian(net()).predict(X), ValueError, "likelihood"),
+    (lambda: mj.Bayesian(net())(X[0, 0]), ValueError, "leading batch axes"),
+    (lambda: mj.Bayesian(net())(X, shift=jnp.ones((5, 1))), ValueError, "shift.*by position"),
+    (lambda: mj.Bayesian(net()).replace(family=None), TypeError, "landmarks, linearised"),
+    (lambda: mj.Bayesian(Reports())(X.astype(jnp.float32)), ValueError, r"network.eval\(\)"),
+    (
+        lambda: mj.Bayesian(net(), mj.Categorical()).elbo(X, jnp.full(5, 2), dataset_size=5),
+        ValueError,
+        "from 0 to 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), WRONG, ids=range(len(WRONG)))
+def test_bad_input_is_told_the_rule_and_the_mend(call, kind, message):
+    with pytest.raises(kind, match=message):
+        call()

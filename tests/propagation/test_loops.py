@@ -1,0 +1,132 @@
+"""Loops over stacked weights and `jax.checkpoint` are kept; memories, random inputs and landmarks."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import moment_jax as mj
+from tests.builders import assert_close
+
+pytestmark = pytest.mark.usefixtures("ranks_of_a_user")
+
+KEY, T, D = jax.random.key(0), 4, 4
+X = jax.random.normal(KEY, (2, T, D))
+CAUSAL = jnp.tril(jnp.ones((T, T), bool))
+VALID = (jnp.arange(T) < jnp.array([[3], [4]]))[:, None, None, :]
+
+
+def stacked(tree):
+    """Beliefs of a list of blocks as those of a scanned stack."""
+    if not isinstance(tree, dict):
+        return tree
+    if set(tree) == {0, 1, 2}:
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *(tree[i] for i in range(3)))
+    return {name: stacked(part) for name, part in tree.items()}
+
+
+def pair(kind, structure, remat, *sizes):
+    """A network with a list of blocks, and one with a scan over the same weights."""
+    networks = (
+        kind(*sizes, norm_first=True, scan=scan, remat=remat, rngs=nnx.Rngs(0))
+        for scan in (False, True)
+    )
+    plain, scanned = networks
+    listed = mj.Bayesian(plain, structure=structure)
+    return listed, mj.Bayesian(scanned, beliefs=stacked(listed.beliefs), structure=structure)
+
+
+def program(model, *inputs, **options):
+    return str(jax.make_jaxpr(lambda *x: tuple(model(*x, **options)))(*inputs))
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("structure", [mj.Diagonal, mj.Separable])
+def test_a_scan_is_the_loop_over_its_blocks(structure, remat):
+    listed, scanned = pair(mj.nn.Encoder, structure, remat, 3, D, 2)
+    for inputs, options in (((X,), {}), ((X,), {"mask": CAUSAL}), ((X, VALID), {})):
+        a, b = (jax.jit(lambda *x, m=m, o=options: m(*x, **o))(*inputs) for m in (listed, scanned))
+        jax.tree.map(lambda x, y: assert_close(x, y, 1e-6), a, b)
+    text = program(scanned, X)
+    assert "scan[" in text
+    assert ("checkpoint" in text or "remat" in text) == remat
+    assert "scan[" not in program(listed, X)
+
+
+def test_gradients_pass_through_a_kept_loop():
+    listed, scanned = pair(mj.nn.Encoder, mj.Diagonal, True, 3, D, 2)
+
+    def gradient(model):
+        graph, state = nnx.split(model)
+        loss = lambda state: jnp.sum(nnx.merge(graph, state)(X).variance)  # noqa: E731
+        return nnx.to_pure_dict(jax.jit(jax.grad(loss))(state))["weights"]
+
+    a, b = stacked(gradient(listed)), gradient(scanned)
+    jax.tree.map(lambda x, y: assert_close(x, y, 1e-6), a, b)
+
+
+@pytest.mark.parametrize("structure", [mj.Diagonal, mj.Separable])
+def test_a_decoders_memory_is_independent_in_every_block(structure):
+    listed, scanned = pair(mj.nn.Transformer, structure, False, D, 2, 1, 3)
+    y = jax.random.normal(jax.random.key(1), (2, 3, D))
+    a, b = (jax.jit(lambda x, y, m=m: m(x, y))(X, y) for m in (listed, scanned))
+    jax.tree.map(lambda x, y: assert_close(x, y, 1e-6), a, b)
+    notes = [s.assumes for s in listed.explain(X, y) if s.rule == "cross_attention"]
+    assert ["attended to it before" in note for note in notes] == [False, True, True]
+
+
+def test_a_part_of_the_memory_is_no_decoder():
+    """Queries that are tokens of the memory share its noise directly, and are refused."""
+
+    class ClassAttention(nnx.Module):
+        def __init__(self):
+            self.embed = nnx.Linear(D, D, rngs=nnx.Rngs(0))
+            self.attention = nnx.MultiHeadAttention(2, D, decode=False, rngs=nnx.Rngs(1))
+
+        def __call__(self, x):
+            x = self.embed(x)
+            return self.attention(x[:, :1], x, x)
+
+    with pytest.raises(mj.PropagationError):
+        mj.Bayesian(ClassAttention())(X)
+
+
+def test_random_inputs_and_their_functions_share_their_noise():
+    """X + f(x) of a random x, through a layer norm and a dense layer: sampled truth."""
+    kernel = mj.posterior.Factorized(jnp.eye(D), jnp.full((D, D), 0.01))
+    mean = jax.random.normal(KEY, (1, D))
+    variance = jnp.full((1, D), 0.04)
+    cov = mj.Full.independent(variance)
+
+    def fn(w, x):
+        centred = x - x.mean(axis=-1, keepdims=True)
+        return x + (centred / jnp.sqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-6)) @ w
+
+    found, out = mj.propagate(fn, structure=mj.Full)(kernel, (mean, cov))
+    beliefs = {"w": kernel, "x": mj.posterior.Factorized(mean, variance)}
+    truth = mj.monte_carlo(lambda p: fn(p["w"], p["x"]), beliefs, KEY, 20_000)
+    np.testing.assert_allclose(out.sd(), jnp.sqrt(truth.variance), rtol=0.05)
+    assert (jnp.abs(found - truth.mean) < 0.1 * out.sd()).all()
+    with pytest.raises(ValueError, match="in Separable of shape"):
+        mj.propagate(fn)(kernel, (mean, cov))
+
+
+def test_landmarks_are_those_of_the_layers():
+    t, r = 9, 3
+    x = jax.random.normal(KEY, (t, D))
+    model = mj.Bayesian(nnx.Linear(D, D, rngs=nnx.Rngs(0)), landmarks=r, batch_axes=0)
+    mean, cov = model(x)
+    belief = model.beliefs
+    params = mj.DenseParams(belief["kernel"], belief["bias"])
+    start = mj.Separable.zeros(x.shape, x.dtype, landmarks=r)
+    jax.tree.map(assert_close, (mean, cov), tuple(mj.dense(x, start, params)))
+    encoder = mj.Bayesian(mj.nn.Encoder(1, D, 2, rngs=nnx.Rngs(0)), landmarks=r)
+    valid = (jnp.arange(t) < 7)[None, None, None]
+    padded, other = (jax.jit(encoder)(y[None], valid) for y in (x, x.at[7:].set(5.0)))
+    assert_close(padded.sd[:, :7], other.sd[:, :7])
+    assert padded.cov.tokens.columns.shape == (1, t, r)
+    with pytest.raises(ValueError, match="landmarks=9"):
+        encoder(x[None], mask=jnp.tril(jnp.ones((t, t), bool)))
