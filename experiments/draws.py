@@ -20,7 +20,8 @@ Draw = Callable[[Array], Arrays]
 
 def function_of(network: nnx.Module) -> Callable[..., Array]:
     """(arrays in place of the parameters, inputs) -> the plain network's output."""
-    graph, params, rest = nnx.split(network, nnx.Param, ...)
+    split: Any = nnx.split(network, nnx.Param, ...)
+    graph, params, rest = split
     form = jax.tree.structure(params)
 
     def apply(arrays: Arrays, *inputs: Array, **options: Any) -> Any:

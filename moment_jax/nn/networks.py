@@ -220,7 +220,7 @@ class Encoder(_Stack):
       activation: of the feed-forward layers.
       epsilon: added to the variance in the normalisations.
       scan: one compiled loop over the blocks, whose weights are stacked: twelve blocks compile like two,
-        and a gradient of few blocks takes longer.
+        and a gradient of few blocks takes longer. Beliefs about stacks are `Factorized`.
       remat: recompute each block in the backward pass instead of storing what it needs.
       rngs: Flax's random streams, for the initial weights.
 

@@ -307,7 +307,8 @@ class Recorder:
             out = self._entered(eqn, body, [*consts, *state, *(self._row(x, i, eqn) for x in over)])
             state, stacked[i] = out[:carry], out[carry:]
             used = frozenset().union(*map(weights_in, state)) - before
-            if len(steps) > 1 and any(overlap(used, weights_in(x)) for x in consts):
+            weights = [x for x in consts if isinstance(x, Weight)]  # of other arrays, rules judge
+            if len(steps) > 1 and any(overlap(used, weights_in(x)) for x in weights):
                 raise refuse(
                     "a loop that uses the same random weights at every step (a recurrent network?)",
                     self.source(eqn),
