@@ -144,6 +144,8 @@ def _training(folder: Path, status: int, number: int | None = None, at: int = 0)
     lines = []
     assert process.stdout is not None
     for line in process.stdout:
+        if line.startswith("["):  # the library that joins processes has its own to say
+            continue
         lines.append(line.strip())
         if number is not None and lines[-1] == str(at):
             process.send_signal(number)

@@ -20,8 +20,8 @@ from moment_jax.nn.belief import FAMILIES, Belief, matrix_shape
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
 from moment_jax.objectives.moments import labels_of, over_batch
 from moment_jax.posterior import Factorized, FullNormal, Point, Posterior, sample_params
+from moment_jax.propagation import PropagationError, propagate
 from moment_jax.propagation import linearised as linearise
-from moment_jax.propagation import propagate
 from moment_jax.propagation.errors import shapes, takes, with_axes
 from moment_jax.propagation.propagator import is_random_input
 from moment_jax.propagation.receipt import Steps
@@ -277,11 +277,16 @@ class Bayesian(nnx.Module):
         """Log predictive density of each target, in nats: `predict(x).log_prob(y)`."""
         return self.predict(*_arguments(x), batch_size=batch_size, **options).log_prob(y)
 
-    def check(
-        self, *inputs: Any, key: Array | None = None, samples: int = 300, **options: Any
-    ) -> Check:
-        """The moments of these inputs beside those of sampled networks, and the price of both."""
-        key = jax.random.key(0) if key is None else key
+    def check(self, x: Any, key: Array | None = None, samples: int = 300, **options: Any) -> Check:
+        """The moments of this input beside those of sampled networks, and the price of both.
+
+        Args:
+          x: the network's input, or a tuple of its arguments.
+          key: a JAX random key; None for a fixed one.
+          samples: number of networks drawn, 2 or more.
+          options: the network's keyword arguments.
+        """
+        key, inputs = jax.random.key(0) if key is None else key, _arguments(x)
         if samples < 2:
             raise ValueError(f"`check` needs samples >= 2. Got {samples}.")
         graph, state = nnx.split(self)
@@ -417,8 +422,8 @@ class Bayesian(nnx.Module):
     def _check_inputs(self, inputs: tuple[Any, ...]) -> None:
         axes = self.batch_axes
         for x, cov in (x for x in inputs if is_random_input(x)):
-            lead, row = x.shape[:axes], (-1, *x.shape[axes:][-1:])
-            wanted = (*lead, *np.zeros(x.shape[axes:]).reshape(row).shape)
+            width = (1, *x.shape[axes:])[-1]
+            wanted = (*x.shape[:axes], math.prod(x.shape[axes:]) // width, width)
             if type(cov) is not self.structure or tuple(cov.shape) != wanted:
                 raise ValueError(
                     f"A random input (mean, cov) needs a covariance in {self.structure.__name__} of "
@@ -462,7 +467,7 @@ class Bayesian(nnx.Module):
         axes = self.batch_axes
         batch = inputs[0].shape[:axes] if inputs else ()
         each = [k for k, v in options.items() if batch and getattr(v, "shape", ())[:axes] == batch]
-        if each:
+        if each and not isinstance(error, PropagationError):
             raise ValueError(
                 f"`mj.Bayesian` shares keyword arguments between examples. Got {', '.join(each)} of "
                 f"the batch axes {batch}. Give what each example has of its own by position."
@@ -477,16 +482,16 @@ class Bayesian(nnx.Module):
         if takes(plain, as_one(axes)):
             return
         rule = f"`mj.Bayesian` takes the first {axes} axes of its inputs as a batch"
-        got = f"Got inputs of shape {shapes(inputs)}, for which it raised: {error}"
+        got, raised = f"Got inputs of shape {shapes(inputs)}", f"The network raised: {error}"
         if takes(plain, as_one(0)):
             raise ValueError(
                 f"{rule}, and a single example of this model has all of theirs. {got}. For one input, "
-                f"use x[None]{'' if axes == 1 else ', once for each axis'}."
+                f"use x[None]{'' if axes == 1 else ', once for each axis'}. {raised}"
             ) from error
         if takes(plain, as_one(axes + 1)):
             raise ValueError(
                 f"{rule}, and a single example of this model has one axis less. {got}. Give "
-                f"batch_axes={axes + 1}."
+                f"batch_axes={axes + 1}. {raised}"
             ) from error
 
 

@@ -166,7 +166,7 @@ def _root(cov: Array) -> Array:
         root = jnp.linalg.cholesky(cov)
     else:  # in double precision, for nearly singular ones
         try:
-            root = jnp.asarray(np.linalg.cholesky(known.astype(np.float64)), cov.dtype)
+            root = jnp.asarray(np.linalg.cholesky(known.astype(np.float64)))
         except np.linalg.LinAlgError as error:
             message = "A belief needs positive definite covariances. Got a singular one."
             raise ValueError(message) from error

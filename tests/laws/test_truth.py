@@ -70,10 +70,13 @@ def test_closure_tells_structures_apart(block, beliefs, x):
         fn.__name__ = method.__name__
         return fn, {name: beliefs[name] for name in names}
 
-    stages = [
-        stage(mj.nn.EncoderBlock.attend, "attention", "norm1"),
-        stage(mj.nn.EncoderBlock.feed_forward, "hidden", "output", "norm2"),
-    ]
+    def attend(block, x):
+        return block.sublayer(x, block.norm1, block.attention)
+
+    def feed_forward(block, x):
+        return block.sublayer(x, block.norm2, block.transform)
+
+    stages = [stage(attend, "attention", "norm1"), stage(feed_forward, "hidden", "output", "norm2")]
     structures = [mj.Diagonal, mj.Separable, mj.Full]
     with jax.numpy_rank_promotion("allow"):
         rows = mj.reference.closure_report(stages, x, structures, jax.random.key(3), 1000)

@@ -60,25 +60,6 @@ def test_moments_have_the_networks_shapes(structure):
             assert_close(batch[1], one)
 
 
-@pytest.mark.parametrize("structure", ALL_STRUCTURES)
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_a_block_is_the_layers_transform(structure, norm_first):
-    from tests.builders import block_params
-
-    network = mj.nn.EncoderBlock(4, 2, norm_first=norm_first, activation="gelu", rngs=nnx.Rngs(0))
-    model, x = mj.Bayesian(network, structure=structure, batch_axes=0), TOKENS[0, :, :4]
-    params = block_params(model.beliefs)
-
-    def layers(x):
-        options = {"num_heads": 2, "norm_first": norm_first, "activation": mj.gelu}
-        return mj.encoder_block(x, structure.zeros(x.shape, x.dtype), params, **options)
-
-    (mean, cov), found = jax.jit(layers)(x), moments_of(model, x)
-    assert_close(found.mean, mean, 1e-6)
-    assert_close(found.variance, cov.variance(), 1e-6)
-    assert_close(found.cov.token_gram(), cov.token_gram(), 1e-6)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_beliefs_are_exchanged_scaled_and_saved(family, tmp_path):
     attention = nnx.MultiHeadAttention(2, 6, decode=False, rngs=nnx.Rngs(0))
@@ -184,7 +165,7 @@ def test_a_random_input_carries_its_covariance_through():
     both = nnx.Sequential(first.at_means(), second.at_means())
     beliefs = {"layers": {0: first.beliefs, 1: second.beliefs}}
     whole = moments_of(mj.Bayesian(both, beliefs=beliefs, structure=mj.Full), X)
-    assert_same(nnx.jit(lambda a, b, x: b(a(x)))(first, second, X), whole)
+    assert_same(nnx.jit(lambda a, b, x: b(a(x)))(first, second, X), whole, 1e-6)
     known = moments_of(first, X)  # x + f(x) is of one x
     twice = mj.propagate(lambda w, x: x + jnp.tanh(x), structure=mj.Full)
     assert twice((), (known.mean[:1], jax.tree.map(lambda x: x[0], known.cov)))[
