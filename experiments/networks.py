@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
@@ -20,8 +21,26 @@ def vision_transformer(seed: int | Array, **sizes: Any) -> mj.nn.VisionTransform
 
 
 def bayesian(network: nnx.Module, **settings: Any) -> mj.Bayesian:
-    """A classifier with random weights; `settings` are further arguments of `mj.Bayesian`."""
-    return mj.Bayesian(network, mj.Categorical(), **BELIEF | settings)
+    """A classifier with random weights; `settings` are further arguments of `mj.Bayesian`.
+
+    Standard deviations begin at relative_scale / sqrt(fan in), of a bias, gain or position / sqrt(D):
+    they do not depend on how large a weight was trained.
+    """
+    options = BELIEF | settings
+    scale = options.pop("relative_scale")
+    weights = nnx.to_pure_dict(nnx.state(network, nnx.Param))
+
+    def belief(path: tuple[Any, ...], w: Array) -> mj.posterior.Factorized:
+        name, layer = path[-1], path[-2] if len(path) > 1 else ""
+        if name != "kernel":
+            inputs = w.size if name in ("bias", "scale") else w.shape[-1]
+        else:
+            inputs = w.shape[0] if layer in ("query", "key", "value") else w.size // w.shape[-1]
+        return mj.posterior.Factorized(w, jnp.full_like(w, scale**2 / inputs))
+
+    flat = nnx.traversals.flatten_mapping(weights)
+    tree = nnx.traversals.unflatten_mapping({path: belief(path, w) for path, w in flat.items()})
+    return mj.Bayesian(network, mj.Categorical(), beliefs=tree, **options)
 
 
 def negative_elbo(

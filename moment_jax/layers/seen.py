@@ -54,15 +54,3 @@ def _shown(mask: Array, queries: Array) -> Array:
     looks = jnp.any(mask, axis=tuple(range(mask.ndim - 2)))
     later = jnp.tril(jnp.ones(looks.shape, bool))
     return jnp.all(looks | later | ~queries[:, None], axis=0)
-
-
-def look_at_valid(mask: Array | None, valid: Array | None) -> Array | None:
-    """Exclude padding from a mask (T, S) or (H, T, S); without a mask, (1, S) for all queries.
-
-    `valid` is (S,) boolean, True for tokens that exist; None for all.
-    """
-    if valid is None:
-        return mask
-    if mask is None:
-        return valid[None, :]
-    return mask & valid.reshape(*(1,) * (mask.ndim - 1), -1)

@@ -31,6 +31,11 @@ _COORDINATE_WEIGHT = 0.1
 _COLUMNS = 16  # of a root at a time, which saves memory traffic where there are many classes
 
 
+def wide(*arrays: Array) -> tuple[Array, ...]:
+    """The arrays in float32 at least: in bfloat16 the root of a covariance of 128 classes is zero."""
+    return tuple(x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays)
+
+
 def count_points(num_points: int | None, default: int = 128) -> int:
     """The number of points, rounded up to a power of two; None for `default`."""
     if num_points is not None and num_points < 1:

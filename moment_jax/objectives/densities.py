@@ -82,6 +82,7 @@ def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, 
         logits_cov = moments.check_one(_NAME, mean, cov)
         label = moments.as_label(_NAME, target, mean.shape[0])
         num_points = cubature.count_points(likelihood.num_points)
+        mean, logits_cov = cubature.wide(mean, logits_cov)
         relative = mean - moments.of_label(mean, label)  # avoids cancellation between large numbers
         return -cubature.expected_logsumexp(relative, logits_cov, num_points)
     if isinstance(likelihood, Bernoulli):
@@ -190,6 +191,7 @@ def log_marginal(likelihood: Likelihood, target: Array, mean: Array, cov: Cov) -
         logits_cov = moments.check_one(_MARGINAL, mean, cov)
         label = moments.as_label(_MARGINAL, target, mean.shape[0])
         num_points = cubature.count_points(likelihood.num_points)
+        mean, logits_cov = cubature.wide(mean, logits_cov)
         return moments.of_label(cubature.log_expected_softmax(mean, logits_cov, num_points), label)
     raise TypeError(
         f"`{_MARGINAL}` needs Gaussian or Categorical. Got {type(likelihood).__name__}. With a random "

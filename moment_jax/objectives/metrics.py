@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance.fields import check_array, check_variances, known_values
+from moment_jax.objectives.cubature import wide
 
 
 class ReliabilityCurve(NamedTuple):
@@ -66,6 +67,7 @@ def reliability_curve(probabilities: Array, labels: Array, num_bins: int = 15) -
     valid = _check_classes("reliability_curve", probabilities, labels)
     if num_bins < 1:
         raise ValueError(f"`reliability_curve` needs num_bins >= 1. Got {num_bins}.")
+    (probabilities,) = wide(probabilities)  # counts beyond 256 are none in bfloat16
     confidence = jnp.max(probabilities, axis=1)
     hits = _hits(probabilities, labels, valid)
     bins = jnp.clip(jnp.ceil(confidence * num_bins).astype(jnp.int32) - 1, 0, num_bins - 1)

@@ -19,7 +19,8 @@ def log_class_probabilities(mean: Array, cov: Cov, *, num_points: int | None = N
     """
     spread = logits_cov("class_probabilities", mean, cov)
     count = count_points(num_points, default=512)
-    return over_batch(lambda m, c: cubature.log_expected_softmax(m, c, count), mean, spread)
+    known = cubature.wide(mean, spread)
+    return over_batch(lambda m, c: cubature.log_expected_softmax(m, c, count), *known)
 
 
 def class_probabilities(mean: Array, cov: Cov, *, num_points: int | None = None) -> Array:
@@ -98,7 +99,8 @@ def probabilities_with_uncertainty(
     """`log_class_probabilities` (..., C) and `token_uncertainty`, in one pass over the points."""
     spread = logits_cov("token_uncertainty", mean, cov)
     count = count_points(num_points, default=512)
-    log_probs, aleatoric, epistemic = over_batch(lambda m, c: _parts(m, c, count), mean, spread)
+    known = cubature.wide(mean, spread)
+    log_probs, aleatoric, epistemic = over_batch(lambda m, c: _parts(m, c, count), *known)
     return log_probs, TokenUncertainty(aleatoric + epistemic, aleatoric, epistemic)
 
 

@@ -190,3 +190,14 @@ def test_bad_numbers():
         objectives.reliability_curve(jnp.ones((4, 3)), jnp.zeros(4, int), 0)
     with pytest.raises(ValueError, match="0 < level < 1"):
         objectives.interval_coverage(jnp.ones(3), mean=jnp.ones(3), variance=jnp.ones(3), level=95)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_every_example_in_half_precision_counts(dtype):
+    random = np.random.default_rng(0)
+    rounded = jnp.asarray(random.dirichlet(np.ones(3), 2000), dtype)
+    labels = jnp.asarray(random.integers(3, size=2000))
+    fn = objectives.expected_calibration_error
+    found, right = fn(rounded, labels), fn(rounded.astype(jnp.float32), labels)
+    assert abs(float(found) - float(right)) < 1e-6
+    assert objectives.reliability_curve(rounded, labels).num_examples.sum() == 2000

@@ -1,6 +1,7 @@
 """Predictive probabilities against sampling and quadrature; variances against sampling."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
@@ -134,3 +135,18 @@ def test_heteroscedastic_total_variance_against_sampling():
     for values, exact in ((samples, out_mean), (deviations, total)):
         error = np.std(values, axis=0) / np.sqrt(len(values))
         assert np.all(np.abs(values.mean(axis=0) - exact) < 4.5 * error)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_half_precision_keeps_the_doubt_of_many_classes(dtype):
+    random = np.random.default_rng(0)
+    root = random.normal(size=(300, 300))
+    mean, cov = 2 * random.normal(size=300), root @ root.T / 300
+    given = [jnp.asarray(x, dtype) for x in (mean, cov)]
+    wide = [x.astype(jnp.float32) for x in given]
+    found, right = (mj.objectives.token_uncertainty(*x) for x in (given, wide))
+    assert right.epistemic > 0.1
+    np.testing.assert_allclose(found, right, atol=1e-6)
+    for fn in (mj.objectives.log_marginal, mj.objectives.expected_log_likelihood):
+        a, b = (fn(mj.objectives.Categorical(), 3, *x) for x in (given, wide))
+        np.testing.assert_allclose(a, b, atol=1e-6)
