@@ -75,9 +75,17 @@ class Node:
         return [] if self.memory else self.nodes
 
 
-def given(moments: Moments, dtype: Any, weights: Iterable[Weight]) -> Node:
-    """An array of known moments that depends on these weights: an input, or what a loop carries."""
-    node = Node(_GIVEN, {}, tuple(weights), moments.shape, dtype, ())
+def given(
+    moments: Moments, dtype: Any, weights: Iterable[Weight], attended: Iterable[Weight] = ()
+) -> Node:
+    """An array of known moments that depends on these weights: an input, or what a loop carries.
+
+    `attended` are the weights on which it depends through attention to a memory alone.
+    """
+    memory = Node(_GIVEN, {}, tuple(attended), (), dtype, ())
+    edge = Node(_GIVEN, {}, (memory,), (), dtype, (), memory=True)
+    operands = (*weights, edge) if memory.weights else tuple(weights)
+    node = Node(_GIVEN, {}, operands, moments.shape, dtype, ())
     node.moments = moments
     return node
 
@@ -122,9 +130,7 @@ _BY_ENTRY = {
 _DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 _BELIEF = SimpleNamespace(name="belief")  # the primitive of a weight used as a random array
 _GIVEN = SimpleNamespace(name="given")  # that of an array of known moments
-LOOP = SimpleNamespace(
-    name="loop"
-)  # that of a scan over stacked weights, and of what is recomputed
+LOOP = SimpleNamespace(name="loop")  # that of a scan over stacked weights, or of a checkpoint
 _WITH_WEIGHTS = {"add", "add_any", "sub", "mul", "div"}
 
 

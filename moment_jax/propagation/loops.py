@@ -10,6 +10,7 @@ from moment_jax.propagation.errors import refuse
 from moment_jax.propagation.graph import Node, Recorder, given
 from moment_jax.propagation.moments import Moments, fresh
 from moment_jax.propagation.propagator import Pooled, Propagator, rule
+from moment_jax.propagation.regions import weights_of
 from moment_jax.propagation.weights import Weight
 
 
@@ -37,7 +38,8 @@ def _loop(propagator: Propagator, node: Node) -> Moments:
         def argument(i: int, value: Any) -> Any:
             if i == carry:
                 found = fresh(mean, _pooled_alike(inner, cov), start.shape, *axes)
-                return given(found, start.dtype, start.weights)
+                own = frozenset(weights_of(start, None))
+                return given(found, start.dtype, own, start.weights - own)
             if isinstance(value, Node):
                 return given(propagator.moments(value), value.dtype, value.weights)
             if i not in rows:

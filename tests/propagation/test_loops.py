@@ -78,6 +78,8 @@ def test_a_decoders_memory_is_independent_in_every_block(structure):
     y = jax.random.normal(jax.random.key(1), (2, 3, D))
     a, b = (jax.jit(lambda x, y, m=m: m(x, y))(X, y) for m in (listed, scanned))
     jax.tree.map(lambda x, y: assert_close(x, y, 1e-6), a, b)
+    texts = [program(model, X, y) for model in (scanned, listed)]
+    assert len(texts[0]) < 0.85 * len(texts[1])  # two decoder blocks for three
     notes = [s.assumes for s in listed.explain(X, y) if s.rule == "cross_attention"]
     assert ["attended to it before" in note for note in notes] == [False, True, True]
 
