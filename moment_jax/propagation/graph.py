@@ -339,7 +339,7 @@ class Recorder:
         later = [
             self._row(x, slice(1, length), eqn) if isinstance(x, Weight) else x[1:] for x in over
         ]
-        return self._loop(eqn, [*consts, *state, *later], len(consts), len(later), length - 1)
+        return self._loop(eqn, [*consts, *state, *later], len(consts), length - 1)
 
     def _recomputed(self, eqn: Any, operands: list[Value]) -> list[Value] | None:
         """What `jax.checkpoint` computes of one random array, as one node."""
@@ -347,15 +347,16 @@ class Recorder:
         same = [i for i in nodes if operands[i].shape == eqn.outvars[0].aval.shape]
         if len(eqn.outvars) != 1 or not same:
             return None
-        return [self._loop(eqn, operands, same[0], len(operands) - same[0] - 1, None)]
+        return [self._loop(eqn, operands, same[0], None)]
 
-    def _loop(
-        self, eqn: Any, operands: list[Value], carry: int, over: int, length: int | None
-    ) -> Node:
-        """A node for the body of a scan or of a checkpoint, which carries one of its operands."""
+    def _loop(self, eqn: Any, operands: list[Value], carry: int, length: int | None) -> Node:
+        """A node for the body of a scan or, without a length, of a checkpoint.
+
+        It carries the operand of this index; those after it are the stacks of a scan.
+        """
         out = eqn.outvars[0].aval
-        params = {"body": _opened(eqn.params["jaxpr"]), "carry": carry, "over": over}
-        params |= {"length": length, "options": eqn.params}
+        params = {"body": _opened(eqn.params["jaxpr"]), "carry": carry, "length": length}
+        params["options"] = eqn.params
         params["consts"] = getattr(eqn.params["jaxpr"], "consts", ())
         return Node(LOOP, params, tuple(operands), out.shape, out.dtype, self.source(eqn))
 
