@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from moment_jax.covariance.cross import Cross
 from moment_jax.covariance.fields import rebuilt, sequence_shape
 from moment_jax.covariance.numerics import nonnegative, safe_sqrt
 
@@ -202,6 +203,14 @@ class Covariance(abc.ABC):
         """Covariance of the sum of independent arrays."""
         return self.projected(sum((other.to_dense() for other in others), self.to_dense()))
 
+    def map_heads(self, weights: Array) -> Self:
+        """Covariance of weights_h @ x_h for each of H groups of features, weights (H, U, T)."""
+        full = self.full().with_itself().map_heads(weights)
+        assert full is not None
+        full = full.T.map_heads(weights)
+        assert full is not None
+        return self.project(full.cov)
+
     # -- random parameters and nonlinearities -------------------------------------------------------
 
     def weight_noise(self, mean: Array, weights: RandomKernel) -> Self:
@@ -211,6 +220,16 @@ class Covariance(abc.ABC):
         Prop. 2, first two terms).
         """
         return self.projected(self.full().weight_noise(mean, weights).cov)
+
+    def token_noise(self, mean: Array, weights: RandomKernel) -> Self:
+        """The contribution of an independent random kernel W over tokens to Cov[W^T x], W (T, U).
+
+        That is sum_ts (Cov[x_ti, x_sj] + mean_ti mean_sj) Cov[W_tu, W_sv]: `weight_noise` of the
+        transposed array.
+        """
+        moment = self.to_dense() + mean[:, :, None, None] * mean[None, None]
+        noise = weights.noise_block(jnp.transpose(moment, (1, 3, 0, 2)))
+        return self.project(jnp.transpose(noise, (2, 0, 3, 1)))
 
     def gain_noise(self, mean: Array, gain_cov: Array) -> Self:
         """The contribution to Cov[g * x] of a random gain g that all tokens share.
@@ -237,19 +256,21 @@ class Covariance(abc.ABC):
     # -- dependent sums -----------------------------------------------------------------------------
 
     def with_itself(self) -> Any:
-        """Cov[x, x], in the form in which this structure's layers carry Cov[x, f(x)].
-
-        A dense array (T, D, T, D), unless a structure says otherwise.
-        """
-        return self.to_dense()
-
-    def rescale_cross(self, cross: Any, gain: Array) -> Any:
-        """Cov[x, gain * z], gain (D,), given Cov[x, z] as layers carry it."""
-        return cross * gain.reshape(*(1,) * (cross.ndim - 1), -1)
+        """Cov[x, x], in the form in which this structure's layers carry Cov[x, f(x)]: see `Cross`."""
+        return Cross(self.to_dense())
 
     def add_branch(self, branch: Self, cross: Any) -> Self:
-        """Covariance of x + f(x), given that of f(x) and Cov[x, f(x)] as layers carry it."""
-        dense = self.to_dense() + branch.to_dense() + cross + jnp.transpose(cross, (2, 3, 0, 1))
+        """Covariance of x + z, given that of z and Cov[x, z], or None if they are independent."""
+        if cross is None:
+            return self.add(branch)
+        dense = self.to_dense() + branch.to_dense() + cross.cov + cross.T.cov
+        return self.projected(dense)
+
+    def hadamard(self, other: Self, cross: Any) -> Self:
+        """Covariance of x * z for jointly Gaussian x and z of mean zero, given Cov[x, z] or None."""
+        dense = self.to_dense() * other.to_dense()
+        if cross is not None:
+            dense = dense + cross.cov * cross.T.cov
         return self.projected(dense)
 
 

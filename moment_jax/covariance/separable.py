@@ -6,6 +6,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from moment_jax.covariance.base import Covariance, RandomKernel, check_dense
@@ -50,23 +51,65 @@ S = TypeVar("S", bound=Covariance)
 NARROW = 12  # up to this many features `add_branch` restores positive semidefiniteness
 
 
-class Cross(NamedTuple):
-    """Cov[x, z] as layers carry it; tr(features) = p^T tokens p where z is as wide as x."""
+class SeparableCross(NamedTuple):
+    """Cov[x_td, z_se] = P_ts F_de."""
 
-    tokens: Tokens  # sum_d Cov[x_td, z_sd], (T, T)
-    features: Array  # Cov[sum_t p_t x_t, sum_s p_s z_s], (D, E)
+    tokens: Tokens  # P, (T, S)
+    features: Array  # F, (D, E)
+    pools: tuple[Array, Array]  # of x, (T,), and of z, (S,), for averages over tokens
 
-    def rescale(self, gain: Array) -> "Cross":
-        """Cov[x, gain * z], gain (E,)."""
-        own = diagonal_of(self.features)
-        size = safe_divide(own @ gain, jnp.sum(own))
-        return Cross(self.tokens * size, self.features * gain[None, :])
+    @property
+    def T(self) -> "SeparableCross":  # noqa: N802
+        return SeparableCross(self.tokens.T, self.features.T, self.pools[::-1])
 
-    def map_features(self, kernel: Array) -> "Cross":
-        """Cov[x, z @ kernel], kernel (D, D)."""
-        features = self.features @ kernel
-        size = safe_divide(jnp.sum(diagonal_of(features)), jnp.sum(diagonal_of(self.features)))
-        return Cross(self.tokens * size, features)
+    def shares(self) -> Array:
+        """Each token's covariance with the pooled sum of x, in an average over tokens of z, (S,)."""
+        shares = self.pools[1] * pulled(self.pools[0], self.tokens)
+        return safe_divide(shares, jnp.sum(shares))
+
+    def rescale(self, gain: Array) -> "SeparableCross":
+        gain = gain[0] if len(gain) == 1 else self.shares() @ gain
+        return self._replace(features=self.features * gain[None, :])
+
+    def map_features(self, kernel: Array) -> "SeparableCross":
+        return self._replace(features=self.features @ kernel)
+
+    def map_each(self, kernels: Array) -> "SeparableCross":
+        return self.map_features(jnp.tensordot(self.shares(), kernels, 1))
+
+    def map_tokens(self, weights: Array) -> "SeparableCross":
+        pools = self.pools[0], jnp.ones(len(weights), weights.dtype)
+        return SeparableCross(whole(self.tokens) @ weights.T, self.features, pools)
+
+    def map_heads(self, weights: Array) -> "SeparableCross":
+        """One pattern for all heads; each keeps its own share of the pooled sum."""
+        reached = pulled(self.pools[0], self.tokens) @ jnp.sum(weights, axis=1).T
+        own = jnp.repeat(
+            safe_divide(reached, jnp.mean(reached)), self.features.shape[1] // len(reached)
+        )
+        return self.map_tokens(jnp.mean(weights, axis=0)).rescale(own[None])
+
+    def take(self, rows: np.ndarray, columns: np.ndarray) -> "SeparableCross":
+        tokens, features, (pool, other) = self
+        if not np.array_equal(rows, np.arange(len(other))):
+            tokens = jnp.where(rows < 0, 0, whole(tokens)[:, rows])
+            other = jnp.where(rows < 0, 0, other[rows])
+        if not np.array_equal(columns, np.arange(features.shape[1])):
+            features = jnp.where(columns < 0, 0, features[:, columns])
+        return SeparableCross(tokens, features, (pool, other))
+
+    def add(self, other: "SeparableCross") -> "SeparableCross":
+        """That of the pooled sums is exact; the pattern is an average of both."""
+        if self.tokens is other.tokens:
+            return self._replace(features=self.features + other.features)
+        left, right = ((x.pools[1] * pulled(x.pools[0], x.tokens)).sum() for x in (self, other))
+        features = left * self.features + right * other.features
+        size, more = (safe_sqrt(jnp.sum(x.features**2)) for x in (self, other))
+        tokens = size * self.tokens + more * other.tokens
+        return SeparableCross(divided(tokens, size * left + more * right), features, self.pools)
+
+    def own(self) -> Array:
+        return diagonal_of(self.tokens)[:, None] * diagonal_of(self.features)[None, :]
 
 
 @register_fields
@@ -270,6 +313,21 @@ class Separable(Covariance):
         variances = diagonal_of(tokens)[:, None] * shares
         return self.unchecked(variances, tokens, features, jnp.ones(len(weights), self.dtype))
 
+    def map_heads(self, weights: Array) -> Self:
+        """Each head's share of C is the pooled sum's; heads have no covariance token by token."""
+        width = self.shape[1] // len(weights)
+        pattern, t = whole(self.pattern()), weights.shape[1]
+        reached = jnp.einsum("hut,ts->hus", weights, pattern)
+        own = jnp.einsum("hus,hvs->huv", reached, weights)
+        shares = jnp.sum(diagonal_of(self.features).reshape(len(weights), -1), axis=1)
+        tokens = jnp.tensordot(shares, own, 1)
+        summed = jnp.sum(weights, axis=1)
+        overlap = summed @ pattern @ summed.T
+        features = self.features * jnp.repeat(jnp.repeat(overlap, width, 0), width, 1)
+        energy = jnp.repeat(jnp.diagonal(own, axis1=1, axis2=2).T, width, axis=1)
+        variances = energy * diagonal_of(self.features)[None, :]
+        return self.unchecked(variances, tokens, features, jnp.ones(t, self.dtype))
+
     def map_each(self, kernels: Array) -> Self:
         inverse = safe_divide(jnp.ones((), self.dtype), jnp.sum(diagonal_of(self.features)))
         mapped = jnp.einsum("ij,tjo->tio", self.features * inverse, kernels)
@@ -295,6 +353,19 @@ class Separable(Covariance):
         features = vector_cov(by_noise + kernel_noise(weights, None, pooled[None]))
         tokens = self.tokens * size + gram(mean, metric, count_of(self.tokens))
         return self.unchecked(variances, tokens, features, self.pool)
+
+    def token_noise(self, mean: Array, weights: RandomKernel) -> Self:
+        """Kernels over tokens of independent entries; others by the dense covariance."""
+        if not weights.uncorrelated:
+            return self.project(super().token_noise(mean, weights).to_dense())
+        variances = weights.noise_variance(mean.T, self.variances.T).T
+        u = len(variances)
+        # Cov[W_tu, W_su] summed over u: the share of each token of x in the pooled sum.
+        share = weights.input_metric()
+        features = self.features * (share @ diagonal_of(self.pattern()))
+        features = features + feature_gram(mean.T, share)
+        tokens, pool = diagonal_matrix(jnp.sum(variances, axis=1)), jnp.ones(u, self.dtype)
+        return self.unchecked(variances, tokens, agreeing(features, tokens, pool), pool)
 
     def gain_noise(self, mean: Array, gain_cov: Array) -> Self:
         metric, pooled = vector_variance(gain_cov), weighted_sum(self.pool, mean)
@@ -335,27 +406,39 @@ class Separable(Covariance):
             self.pool,
         )
 
-    def with_itself(self) -> Cross:
-        return Cross(self.tokens, self.features)
+    def with_itself(self) -> SeparableCross:
+        return SeparableCross(self.pattern(), self.features, (self.pool, self.pool))
 
-    def rescale_cross(self, cross: Cross, gain: Array) -> Cross:
-        return cross.rescale(gain)
-
-    def add_branch(self, branch: Self, cross: Cross) -> Self:
+    def add_branch(self, branch: Self, cross: SeparableCross | None) -> Self:
         """Exact sums; the cross term's own entries are spread as its two matrices say, and bounded.
 
         Its averages over tokens and features can leave the sums indefinite where features are few, and
         are then corrected.
         """
-        own = spread(diagonal_of(cross.tokens), diagonal_of(cross.features))
+        if cross is None:
+            return self.add(branch)
+        if branch.pool is not self.pool:  # excludes masked tokens
+            return self.pooled(branch.pool).add_branch(branch, cross)
         bound = safe_sqrt(self.variances) * safe_sqrt(branch.variances)
-        variances = self.variances + branch.variances + 2 * jnp.clip(own, -bound, bound)
-        tokens = self.tokens + branch.tokens + cross.tokens + cross.tokens.T
-        features = self.features + branch.features + cross.features + cross.features.T
+        variances = self.variances + branch.variances + 2 * jnp.clip(cross.own(), -bound, bound)
+        by_token = cross.tokens * jnp.sum(diagonal_of(cross.features))
+        if not isinstance(by_token, TokenGram):
+            by_token = at_landmarks(by_token + by_token.T, count_of(self.tokens))
+        else:
+            by_token = 2 * by_token
+        tokens = self.tokens + branch.tokens + by_token
+        by_feature = cross.features * (pulled(self.pool, cross.tokens) @ self.pool)
+        features = self.features + branch.features + by_feature + by_feature.T
         if self.shape[1] <= NARROW:
             features = definite(features)
             tokens = tokens if isinstance(tokens, TokenGram) else definite(tokens)
         return self.unchecked(variances, tokens, features, self.pool)
+
+    def hadamard(self, other: Self, cross: SeparableCross | None) -> Self:
+        del cross  # of second order in both, and small beside the rest
+        tokens = self.tokens * other.tokens * jnp.sum(self.shares() * other.shares())
+        features = agreeing(self.features * other.features, tokens, self.pool)
+        return self.unchecked(self.variances * other.variances, tokens, features, self.pool)
 
 
 def agreeing(features: Array, tokens: Tokens, pool: Array) -> Array:

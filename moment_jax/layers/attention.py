@@ -1,7 +1,5 @@
 """Multi-head attention: the public functions, and what they check."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import Array
 
@@ -9,7 +7,7 @@ from moment_jax.covariance import Covariance
 from moment_jax.covariance.token_gram import TokenGram, count_of
 from moment_jax.layers import checks
 from moment_jax.layers.params import AttentionParams, S
-from moment_jax.layers.rules import Attending, rules_of
+from moment_jax.layers.rules import Attending, Carry, rules_of
 from moment_jax.layers.seen import pool_seen
 from moment_jax.xla import materialized_inputs
 
@@ -53,7 +51,7 @@ def attention(
     Source: Transformer derivation, sections 4.2 to 4.4.
     """
     cov = pool_seen(cov, mask)
-    return attended(mean, cov, cov.with_itself(), params, num_heads, mask, order)[:2]
+    return attended(mean, cov, params, num_heads, mask, order)[:2]
 
 
 @materialized_inputs
@@ -97,14 +95,12 @@ def cross_attention(
     Source: Transformer derivation, sections 1.1 and 4.2 to 4.4.
     """
     memory = memory_mean, pool_seen(memory_cov, mask, memory=True)
-    cross = cov.with_itself()
-    return attended(mean, cov, cross, params, num_heads, mask, order, memory=memory)[:2]
+    return attended(mean, cov, params, num_heads, mask, order, memory=memory)[:2]
 
 
 def attended(
     mean: Array,
     cov: S,
-    cross: Any,
     params: AttentionParams,
     num_heads: int,
     mask: Array | None,
@@ -112,11 +108,10 @@ def attended(
     *,
     memory: tuple[Array, Covariance] | None = None,
     turns: tuple[Array | None, Array | None] = (None, None),
-) -> tuple[Array, S, Any]:
-    """`attention`, or `cross_attention` with a memory, and the covariance of its output with x.
+) -> tuple[Array, S, Carry]:
+    """`attention`, or `cross_attention` with a memory, and how it carries covariances: see `rules`.
 
-    `cross` is that of its input with x. `turns` multiplies each token's queries and keys by a matrix
-    (T, K, K): rotary positions.
+    `turns` multiplies each token's queries and keys by a matrix (T, K, K): rotary positions.
     """
     name = "attention" if memory is None else "cross_attention"
     checks.check_moments(name, mean, cov)
@@ -160,4 +155,4 @@ def attended(
     if mask is not None:
         mask = jnp.broadcast_to(mask, (num_heads, len(mean), len(source)))
     attending = Attending(num_heads, mask, order, turns)
-    return rules_of(cov).attention(mean, cov, cross, memory, params, attending)
+    return rules_of(cov).attention(mean, cov, memory, params, attending)

@@ -11,11 +11,12 @@ from moment_jax.layers.checks import check_moments
 from moment_jax.layers.feed_forward import Activation, fed_forward, relu
 from moment_jax.layers.norm import layer_norm, normalized
 from moment_jax.layers.params import DecoderBlockParams, EncoderBlockParams, NormParams, S
+from moment_jax.layers.rules import Carry
 from moment_jax.layers.seen import pool_seen
 from moment_jax.xla import materialized_inputs
 
-Branch = Callable[[Array, Any, Any], tuple[Array, Any, Any]]
-"""A sublayer: (mean, cov, cross) -> (mean, cov, cross), `cross` the covariance with the stream x."""
+Branch = Callable[[Array, Any], tuple[Array, Any, Carry]]
+"""A sublayer: (mean, cov) -> (mean, cov, carry), see `rules`."""
 
 
 class Normalization(NamedTuple):
@@ -128,12 +129,9 @@ def sublayer(
 ) -> tuple[Array, S]:
     """X + branch(norm(x)), or norm(x + branch(x)), with the covariance of x and its own branch."""
     if not norm.first:
-        mean, cov = residual(mean, cov, *branch(mean, cov, cov.with_itself()))
+        out, out_cov, carry = branch(mean, cov)
+        mean, cov = mean + out, cov.add_branch(out_cov, carry(cov.with_itself()))
         return layer_norm(mean, cov, params, epsilon=norm.epsilon, order=norm.order)
-    inner = normalized(mean, cov, params, norm.epsilon, norm.order)
-    return residual(mean, cov, *branch(*inner))
-
-
-def residual(mean: Array, cov: S, branch: Array, branch_cov: S, cross: Any) -> tuple[Array, S]:
-    """Moments of x + f(x), from those of both and their covariance."""
-    return mean + branch, cov.add_branch(branch_cov, cross)
+    inner, inner_cov, normed = normalized(mean, cov, params, norm.epsilon, norm.order)
+    out, out_cov, carry = branch(inner, inner_cov)
+    return mean + out, cov.add_branch(out_cov, carry(normed(cov.with_itself())))

@@ -13,13 +13,13 @@ from moment_jax.expectations.softmax_mean import quick_expected_softmax
 from moment_jax.layers.dense import dense
 from moment_jax.layers.heads import each_head, kept_jacobian, merge_heads, split_heads, turned
 from moment_jax.layers.params import AttentionParams, DenseParams, FeedForwardParams
-from moment_jax.layers.rules import Attending, Moments
+from moment_jax.layers.rules import Attending, Carry, Moments
 from moment_jax.xla import diagonal_matrix, diagonal_of, materialized
 
 
 def norm(
     mean: Array, cov: Diagonal, *, epsilon: Array | float, order: int, centres: bool
-) -> tuple[Array, Diagonal, Array]:
+) -> tuple[Array, Diagonal, Carry]:
     """The rule of `layer_norm` and `rms_norm`: see there."""
     variance, d = cov.variances, mean.shape[1]
 
@@ -48,19 +48,23 @@ def norm(
     if centres:
         gained = gained + noise + 2 * normal * average(linked)
     carried = inverse**2 * nonnegative(kept + gained / d)
-    cross = variance * inverse * (1 - (centres + normal**2) / d)
-    return out, Diagonal.unchecked(carried), cross
+    gain = inverse * (1 - (centres + normal**2) / d)
+    return out, Diagonal.unchecked(carried), lambda cross: cross.rescale(gain)
 
 
 def feed_forward(
-    mean: Array, cov: Diagonal, cross: Array, params: FeedForwardParams, activation: Moments
-) -> tuple[Array, Diagonal, Array]:
+    mean: Array, cov: Diagonal, params: FeedForwardParams, activation: Moments
+) -> tuple[Array, Diagonal, Carry]:
     """The rule of `feed_forward`: see there."""
     hidden, hidden_cov = dense(mean, cov, params.hidden)
     moments = activation(hidden, hidden_cov.variances)
     out, out_cov = dense(moments.mean, hidden_cov.elementwise(moments), params.output)
-    cross = cross * (moments.gain @ (params.hidden.kernel.mean.T * params.output.kernel.mean))
-    return out, out_cov, cross
+
+    def carry(cross: Any) -> Any:
+        cross = cross.map_features(params.hidden.kernel.mean).rescale(moments.gain)
+        return cross.map_features(params.output.kernel.mean)
+
+    return out, out_cov, carry
 
 
 class _Rows(NamedTuple):
@@ -83,11 +87,10 @@ class _Rows(NamedTuple):
 def attention(
     mean: Array,
     cov: Diagonal,
-    cross: Array,
     memory: tuple[Array, Diagonal] | None,
     params: AttentionParams,
     attending: Attending,
-) -> tuple[Array, Diagonal, Array]:
+) -> tuple[Array, Diagonal, Carry]:
     """The rule of `attention` and `cross_attention`: see there."""
     h, mask, order, turns = attending
     source, source_cov = (mean, cov) if memory is None else memory
@@ -111,13 +114,22 @@ def attention(
     num_scores = h * len(mean) * len(source)
     out, variance, own = each_head(lambda head: _head(head, order), heads, num_scores)
     out, out_cov = dense(merge_heads(out), Diagonal.unchecked(merge_heads(variance)), params.output)
-    if memory is None:  # through the values: from a feature of a token to itself
+
+    def carry(cross: Any, with_memory: Any = None) -> Any:
+        """Through the values, from a token to itself; not from a memory's tokens to others."""
+        del with_memory
+        if memory is not None or cross is None:
+            return None
         value, output = params.value.kernel.mean, params.output.kernel.mean
+        if cross.kernels or len(value) != output.shape[1]:
+            cross = cross.map_features(value).rescale(
+                jnp.repeat(own, value.shape[1] // h, axis=0).T
+            )
+            return cross.map_features(output)
         paths = jnp.sum((value * output.T).reshape(len(value), h, -1), axis=2)  # (D, H)
-        cross = cross * (own.T @ paths.T)
-    else:
-        cross = jnp.zeros_like(cross)
-    return out, out_cov, cross
+        return cross.rescale(own.T @ paths.T)
+
+    return out, out_cov, carry
 
 
 def _head(head: Any, order: int) -> tuple[Array, Array, Array]:

@@ -12,7 +12,7 @@ from moment_jax import expectations
 from moment_jax.covariance import Covariance, Diagonal
 from moment_jax.layers.checks import check_kernel, check_moments, takes
 from moment_jax.layers.params import FeedForwardParams, S
-from moment_jax.layers.rules import Moments, rules_of
+from moment_jax.layers.rules import Carry, Moments, rules_of
 from moment_jax.xla import materialized_inputs
 
 Activation = Callable[[Array, S], tuple[Array, S]]
@@ -97,17 +97,17 @@ def feed_forward(
 
     Source: Transformer derivation, section 4.6.
     """
-    return fed_forward(mean, cov, cov.with_itself(), params, activation)[:2]
+    return fed_forward(mean, cov, params, activation)[:2]
 
 
 def fed_forward(
-    mean: Array, cov: S, cross: Any, params: FeedForwardParams, activation: Activation
-) -> tuple[Array, S, Any]:
-    """`feed_forward`, and the covariance of its output with x; `cross` is that of its input with x."""
+    mean: Array, cov: S, params: FeedForwardParams, activation: Activation
+) -> tuple[Array, S, Carry]:
+    """`feed_forward`, and how it carries covariances with its input: see `rules`."""
     check_moments("feed_forward", mean, cov)
     check_kernel("feed_forward", mean.shape[1], params.hidden.kernel)
     check_kernel("feed_forward", params.hidden.kernel.shape[1], params.output.kernel)
-    return rules_of(cov).feed_forward(mean, cov, cross, params, moments_of(activation))
+    return rules_of(cov).feed_forward(mean, cov, params, moments_of(activation))
 
 
 def moments_of(transform: Activation) -> Moments:

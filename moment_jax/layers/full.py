@@ -12,18 +12,19 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance import Full
+from moment_jax.covariance.cross import Cross
 from moment_jax.covariance.numerics import nonnegative
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers.dense import dense
 from moment_jax.layers.heads import kept_jacobian, merge_heads, split_heads, turned
 from moment_jax.layers.params import AttentionParams, DenseParams, FeedForwardParams
-from moment_jax.layers.rules import Attending, Moments
+from moment_jax.layers.rules import Attending, Carry, Moments
 from moment_jax.xla import materialized
 
 
 def norm(
     mean: Array, cov: Full, *, epsilon: Array | float, order: int, centres: bool
-) -> tuple[Array, Full, Array]:
+) -> tuple[Array, Full, Carry]:
     """The rule of `layer_norm` and `rms_norm`: see there."""
     d = mean.shape[1]
     centring = jnp.eye(d, dtype=mean.dtype) - centres / d
@@ -44,28 +45,31 @@ def norm(
         out = normal * (1 + 0.75 * small * (squares * small + 2 * along)) - pulled * small
     jacobian = centring[None] - normal[:, :, None] * normal[:, None, :] / d
     jacobian = jacobian * inverse[:, :, None]
-    return out, cov.map_each(jacobian), jnp.einsum("tdsi,sio->tdso", cov.cov, jacobian)
+    return out, cov.map_each(jacobian), lambda cross: cross.map_each(jacobian)
 
 
 def feed_forward(
-    mean: Array, cov: Full, cross: Array, params: FeedForwardParams, activation: Moments
-) -> tuple[Array, Full, Array]:
+    mean: Array, cov: Full, params: FeedForwardParams, activation: Moments
+) -> tuple[Array, Full, Carry]:
     """The rule of `feed_forward`: see there."""
     hidden, hidden_cov = dense(mean, cov, params.hidden)
     moments = activation(hidden, hidden_cov.variance())
     out, out_cov = dense(moments.mean, hidden_cov.elementwise(moments), params.output)
-    inner = jnp.einsum("tdsi,if->tdsf", cross, params.hidden.kernel.mean) * moments.gain[None, None]
-    return out, out_cov, jnp.einsum("tdsf,fo->tdso", inner, params.output.kernel.mean)
+
+    def carry(cross: Any) -> Any:
+        cross = cross.map_features(params.hidden.kernel.mean).rescale(moments.gain)
+        return cross.map_features(params.output.kernel.mean)
+
+    return out, out_cov, carry
 
 
 def attention(
     mean: Array,
     cov: Full,
-    cross: Array,
     memory: tuple[Array, Full] | None,
     params: AttentionParams,
     attending: Attending,
-) -> tuple[Array, Full, Array]:
+) -> tuple[Array, Full, Carry]:
     """The rule of `attention` and `cross_attention`: see there."""
     h, mask, order, turns = attending
     own = memory is None
@@ -128,19 +132,26 @@ def attention(
         mixed = mixed + jnp.einsum("hachcd->had", with_value)
     out, out_cov = dense(merge_heads(mixed), Full.unchecked(of_mixed), params.output)
 
-    def linearised(change: Array) -> Array:
-        """The change (T, D) of the output for a change (T, D) of the input."""
-        dq = turned(split_heads(change @ params.query.kernel.mean, h), turns[0])
-        slope, straight = jnp.einsum("had,hcd->hac", dq, k), jnp.zeros_like(q)
-        if own:
-            dk = turned(split_heads(change @ params.key.kernel.mean, h), turns[1])
+    def linearised(by_query: Array | None, by_source: Array | None) -> Array:
+        """The change (T, D) of the output for changes of the input (T, D), and of the memory (S, D)."""
+        slope, straight = jnp.zeros_like(scores), jnp.zeros_like(q)
+        if by_query is not None:
+            dq = turned(split_heads(by_query @ params.query.kernel.mean, h), turns[0])
+            slope = slope + jnp.einsum("had,hcd->hac", dq, k)
+        if by_source is not None:
+            dk = turned(split_heads(by_source @ params.key.kernel.mean, h), turns[1])
             slope = slope + jnp.einsum("had,hcd->hac", q, dk)
-            straight = weights @ split_heads(change @ params.value.kernel.mean, h)
+            straight = weights @ split_heads(by_source @ params.value.kernel.mean, h)
         slope = slope / root
         slope = weights * (slope - jnp.sum(weights * slope, axis=2, keepdims=True))
         return merge_heads(straight + gain * (slope @ v)) @ params.output.kernel.mean
 
-    return out, out_cov, jax.vmap(jax.vmap(linearised))(cross)
+    def carry(cross: Cross | None, with_memory: Cross | None = None) -> Cross:
+        changes = cross, cross if own else with_memory
+        given = [None if x is None else x.cov for x in changes]
+        return Cross(jax.vmap(jax.vmap(linearised))(*given))
+
+    return out, out_cov, carry
 
 
 def _score_cov(q: Array, k: Array, qq: Array, kk: Array, qk: Array | None) -> Array:

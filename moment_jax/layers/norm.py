@@ -1,13 +1,11 @@
 """Layer normalisation of a random sequence, with a random gain and bias (Prop. 4)."""
 
-from typing import Any
-
 import jax
 from jax import Array
 
 from moment_jax.layers.checks import check_moments, check_order, check_vector
 from moment_jax.layers.params import NormParams, S
-from moment_jax.layers.rules import rules_of
+from moment_jax.layers.rules import Carry, rules_of
 from moment_jax.posterior import Point
 from moment_jax.xla import materialized_inputs
 
@@ -63,8 +61,8 @@ def rms_norm(
 
 def normalized(
     mean: Array, cov: S, params: NormParams, epsilon: float, order: int, *, centres: bool = True
-) -> tuple[Array, S, Any]:
-    """`layer_norm` or `rms_norm`, and the covariance of its input with its output."""
+) -> tuple[Array, S, Carry]:
+    """`layer_norm` or `rms_norm`, and how it carries covariances with its input: see `rules`."""
     name = "layer_norm" if centres else "rms_norm"
     check_moments(name, mean, cov)
     check_order(name, order)
@@ -73,16 +71,18 @@ def normalized(
             f"`{name}` needs epsilon >= 0. Got {epsilon}. It is added to the variance; Flax uses 1e-6."
         )
     rule = rules_of(cov).norm
-    mean, cov, cross = rule(mean, cov, epsilon=epsilon, order=order, centres=centres)
+    mean, cov, carry = rule(mean, cov, epsilon=epsilon, order=order, centres=centres)
+    carried = carry
     gain, bias = params.scale, params.bias
     noise = []
     if gain is not None:
         check_vector(name, "scale", mean.shape[1], gain)
         if not isinstance(gain, Point):
             noise.append(cov.gain_noise(mean, gain.vector_cov()))
-        cov, cross = cov.rescale(gain.mean[None, :]), cov.rescale_cross(cross, gain.mean)
+        rows = gain.mean[None, :]
+        cov, carried = cov.rescale(rows), lambda cross: carry(cross).rescale(rows)
     if bias is not None:
         check_vector(name, "bias", mean.shape[1], bias)
         if not isinstance(bias, Point):
             noise.append(cov.bias_noise(bias.vector_cov()))
-    return params.mean_output(mean), cov.add(*noise) if noise else cov, cross
+    return params.mean_output(mean), cov.add(*noise) if noise else cov, carried

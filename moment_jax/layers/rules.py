@@ -1,8 +1,9 @@
 """The one registry: a structure, and how its layers compute.
 
-A rule takes the mean (T, D) of a layer's input, its covariance, and the covariance `cross` of that input
-with the residual stream x, in the structure's own form (`Covariance.with_itself`). It returns the same
-three of the layer's output, so that a residual sum is `cov.add_branch(branch, cross)`.
+A rule takes the mean (T, D) of a layer's input and its covariance, and returns those of its output and
+`carry`: the layer linearised, as the function that makes Cov[u, output] of Cov[u, input] for any array
+u, in the structure's own form (`Covariance.with_itself`). So a residual sum is
+`cov.add_branch(branch, carry(cov.with_itself()))`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ Moments = Callable[[Array, Array], ElementwiseMoments]
 """(mean, variance) -> moments of an elementwise function."""
 
 
+Carry = Callable[..., Any]
+"""(Cov[u, input]) -> Cov[u, output]; attention to a memory also takes Cov[u, memory]; None is zero."""
+
+
 class Attending(NamedTuple):
     """Settings of attention."""
 
@@ -32,12 +37,12 @@ class Attending(NamedTuple):
 class Rules(NamedTuple):
     """How the layers of one structure compute."""
 
-    norm: Callable[..., tuple[Array, Any, Any]]
-    """(mean, cov, *, epsilon, order, centres); `cross` is that of its input with its output."""
-    attention: Callable[..., tuple[Array, Any, Any]]
-    """(mean, cov, cross, memory, params, attending); memory is None, or a pair (mean, cov)."""
-    feed_forward: Callable[..., tuple[Array, Any, Any]]
-    """(mean, cov, cross, params, activation)."""
+    norm: Callable[..., tuple[Array, Any, Carry]]
+    """(mean, cov, *, epsilon, order, centres)."""
+    attention: Callable[..., tuple[Array, Any, Carry]]
+    """(mean, cov, memory, params, attending); memory is None, or a pair (mean, cov)."""
+    feed_forward: Callable[..., tuple[Array, Any, Carry]]
+    """(mean, cov, params, activation)."""
 
 
 RULES: dict[type[Covariance], Rules] = {}
@@ -51,11 +56,11 @@ def rules_of(cov: Covariance) -> Rules:
     return Rules(*(_by_projection(rule) for rule in RULES[Full]))
 
 
-def _by_projection(rule: Callable[..., tuple[Array, Full, Any]]) -> Callable[..., Any]:
+def _by_projection(rule: Callable[..., tuple[Array, Full, Carry]]) -> Callable[..., Any]:
     def projected(mean: Array, cov: Covariance, *rest: Any, **options: Any) -> Any:
         # A memory is a pair (mean, cov).
         dense = ((x[0], x[1].full()) if type(x) is tuple else x for x in rest)
-        out, full, cross = rule(mean, cov.full(), *dense, **options)
-        return out, cov.projected(full.cov), cross
+        out, full, carry = rule(mean, cov.full(), *dense, **options)
+        return out, cov.projected(full.cov), carry
 
     return projected

@@ -12,17 +12,15 @@ from jax import Array
 
 from moment_jax.covariance import Diagonal, Separable
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt
-from moment_jax.covariance.separable import Cross
 from moment_jax.layers.attention import attended
 from moment_jax.layers.dense import dense
 from moment_jax.layers.params import AttentionParams, DenseParams, with_bias
 from moment_jax.layers.seen import pool_seen
 from moment_jax.posterior import Factorized, OutputShared, Point
 from moment_jax.propagation import regions
-from moment_jax.propagation.branches import through_layer
 from moment_jax.propagation.dense import Projection, projection
 from moment_jax.propagation.graph import Node, as_weight, weights_in
-from moment_jax.propagation.moments import Moments, as_rows, ordered
+from moment_jax.propagation.moments import Base, Moments, as_rows, made, ordered
 from moment_jax.propagation.primitives import factors, in_product, is_known, is_view, moved
 from moment_jax.propagation.propagator import Pooled, Propagator, pattern
 from moment_jax.propagation.weights import Weight, overlap, select
@@ -97,7 +95,7 @@ def _projected(
 def _summed(propagator: Propagator, node: Node, core: Core) -> Moments | None:
     """A sum over heads or features, as a known output projection."""
     shape, axes = (core.places.size // core.width, core.width), node.params["axes"]
-    m = Moments(jnp.zeros(shape), Diagonal.zeros(shape), core.places)
+    m = Moments(Base(jnp.zeros(shape), Diagonal.zeros(shape), None), core.places)
     tokens, features = m.natural()
     if set(axes) & set(tokens):
         return None
@@ -108,14 +106,11 @@ def _summed(propagator: Propagator, node: Node, core: Core) -> Moments | None:
     entry = np.arange(math.prod(m.shape[i] for i in features if i not in axes))
     entry = entry.reshape([1 if i in axes else m.shape[i] for i in features])
     entry = np.broadcast_to(entry, [m.shape[i] for i in features]).ravel()
-    # In some structures an output must be as wide as the input: more columns are zero.
-    kernel = np.zeros((core.width, max(entry.max() + 1, core.parts[0].x.mean.shape[1])))
+    kernel = np.zeros((core.width, entry.max() + 1))
     kernel[rows[0], entry] = 1
     kept = [tuple(left.index(i) for i in g if i not in axes) for g in (tokens, features)]
-    places = ordered(node.shape, *kept)
-    token, column = np.divmod(places, entry.max() + 1)
     output = DenseParams(Point(jnp.asarray(kernel, core.parts[0].x.mean.dtype)))
-    return _moments(propagator, node, core, output, token * kernel.shape[1] + column)
+    return _moments(propagator, node, core, output, ordered(node.shape, *kept))
 
 
 def _moments(
@@ -129,8 +124,6 @@ def _moments(
         raise Pooled(pool_seen(zeros, mask).pool)
     seen = pool_seen(source.cov, mask, memory=not own)
     cov = seen if own else x.cov
-    if own and isinstance(cov, Diagonal | Separable) and x.mean.shape[1] != output.kernel.shape[1]:
-        return None  # these structures carry the covariance with x for outputs as wide as x
     repeated = any(len(np.unique(c)) < c.size for c in core.columns)
     beside = repeated and not isinstance(cov, Diagonal)  # whose entries are independent anyway
     own_layers = [p.params(c) for p, c in zip(core.parts, core.columns, strict=True)]
@@ -142,26 +135,25 @@ def _moments(
         turn = jnp.eye(k, dtype=x.mean.dtype)[None] if turn is None else turn
         turn = jnp.where(level[:, None, None], 0, turn)
 
-    def attend(cross: Any) -> Any:
-        mean, moved, memory = x.mean, cov, (source.mean, seen)
-        layers: Sequence[Any] = own_layers
-        if beside and own:
-            (mean, moved), layers, lift = _beside(mean, cov, core.parts, core.columns)
-            if isinstance(cross, Cross):
-                cross = cross._replace(features=cross.features @ lift)
-            else:
-                cross = jnp.einsum("tdsi,ij->tdsj", cross, lift)
-        elif beside:
-            memory, layers, _ = _beside(*memory, core.parts[1:], core.columns[1:])
-            layers = [own_layers[0], *layers]
-        of_query, of_key, of_value = layers
-        params = AttentionParams(of_query, of_key, of_value, output)
-        return attended(
-            mean, moved, cross, params, len(core.columns[0]), mask, 2,
-            memory=None if own else memory, turns=(turn, key.turn),
-        )  # fmt: skip
+    mean, moved, memory, lift = x.mean, cov, (source.mean, seen), None
+    layers: Sequence[Any] = own_layers
+    if beside and own:
+        (mean, moved), layers, lift = _beside(mean, cov, core.parts, core.columns)
+    elif beside:
+        memory, layers, lift = _beside(*memory, core.parts[1:], core.columns[1:])
+        layers = [own_layers[0], *layers]
+    params = AttentionParams(*layers, output)
+    mean, out, carried = attended(
+        mean, moved, params, len(core.columns[0]), mask, 2,
+        memory=None if own else memory, turns=(turn, key.turn),
+    )  # fmt: skip
 
-    mean, out, branches = through_layer(x, cov, attend)
+    def lifted(cross: Any) -> Any:
+        return cross if cross is None or lift is None else cross.map_features(lift)
+
+    parents = [(x, lambda cross: carried(lifted(cross) if own else cross))]
+    if not own and not isinstance(query.source, Node):
+        parents = [(source, lambda cross: carried(None, lifted(cross)))]
     if level is not None:  # averages of the values
         width = value.layer.kernel.shape[1]
         pick = jax.nn.one_hot(core.columns[2].ravel(), width, dtype=mean.dtype).T
@@ -172,7 +164,7 @@ def _moments(
         size = safe_sqrt(safe_divide(of_average.variance(), out.variance()))
         out = out.rescale(jnp.where(level[:, None], size, 1))
     assumed = "input and weights independent"
-    if not own:
+    if not own and isinstance(query.source, Node):
         assumed += "; x and memory too"
         if overlap(weights_in(query.source), weights_in(key.source)):
             assumed += ", though x has attended to it before"
@@ -183,7 +175,7 @@ def _moments(
     if query.turn is not None or key.turn is not None:
         assumed += "; rotary positions turn means, and covariances as far as the structure can"
     propagator.note(node, "attention" if own else "cross_attention", assumed)
-    return Moments(mean, out, places, branches)
+    return made(mean, out, places, *parents)
 
 
 def _beside(
@@ -247,8 +239,8 @@ def _each_used_once(nodes: Sequence[Node], parts: Sequence[Projection]) -> bool:
     before = [weights_in(part.source) for part in parts]
     starts = (part.source if isinstance(part.source, Node) else None for part in parts)
     pairs = list(zip(nodes, starts, strict=True))
-    after = [regions.weights_of(*pair) for pair in pairs]
-    tied = any(n.tied for pair in pairs for n in regions.between(*pair))
+    after = [regions.weights_of(end, [start]) for end, start in pairs]
+    tied = any(n.tied for pair in pairs for n in regions.between(pair[0], [pair[1]]))
     if tied or any(overlap(a, b) for a in after for b in before):
         return False
     for i, j in itertools.combinations(range(3), 2):
@@ -267,7 +259,7 @@ def _each_used_once(nodes: Sequence[Node], parts: Sequence[Projection]) -> bool:
 
 def _own(source: Any) -> Sequence[Weight]:
     """The weights on which an array depends other than through what it attended to before."""
-    return regions.weights_of(source, None) if isinstance(source, Node) else []
+    return regions.weights_of(source, []) if isinstance(source, Node) else []
 
 
 def _read(
@@ -320,7 +312,7 @@ def _same_for_all(
     rows = np.empty(scores.size, int)  # of each score, its head and query
     heads, queries, keys = at_scores.shape
     rows[at_scores.ravel()] = np.repeat(np.arange(heads * queries), keys)
-    for node in regions.between(weights, scores):
+    for node in regions.between(weights, [scores]):
         unknown = [x for x in node.operands if not isinstance(x, Node) and not is_known(x)]
         if not unknown:
             continue

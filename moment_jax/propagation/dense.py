@@ -10,10 +10,18 @@ from moment_jax.layers.dense import dense
 from moment_jax.layers.embedding import embedding
 from moment_jax.layers.params import DenseParams
 from moment_jax.posterior import Point
-from moment_jax.propagation.branches import through_dense, through_gain
 from moment_jax.propagation.errors import refuse
 from moment_jax.propagation.graph import Node, as_weight, is_random
-from moment_jax.propagation.moments import Axes, Moments, Sequence, as_rows, fresh, taken
+from moment_jax.propagation.moments import (
+    Axes,
+    Moments,
+    Sequence,
+    as_it_is,
+    as_rows,
+    fresh,
+    made,
+    taken,
+)
 from moment_jax.propagation.primitives import factors, in_product, is_known, is_view, moved, uniform
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.regions import probe, sources
@@ -96,9 +104,9 @@ def _dense(propagator: Propagator, node: Node) -> Moments | None:
     if found is None:
         return None
     mean, cov = dense(found.x.mean, found.x.cov, found.layer)
-    branches = through_dense(found.x, found.layer.kernel.mean)
+    kernel = found.layer.kernel.mean
     propagator.note(node, "dense", "input and kernel independent")
-    return Moments(mean, cov, found.places, branches)
+    return made(mean, cov, found.places, (found.x, lambda cross: cross.map_features(kernel)))
 
 
 @rule("gather")
@@ -119,7 +127,7 @@ def _rows(propagator: Propagator, node: Node) -> Moments | None:
     features = tuple(numbers.offset_dims)
     tokens = tuple(i for i in range(node.ndim) if i not in features)
     propagator.note(node, "embedding", "rows as the family represents them")
-    return fresh(mean, cov, node.shape, tokens, features)
+    return fresh(mean, cov, node.shape, tokens, features, ())
 
 
 class _Pair(NamedTuple):
@@ -165,12 +173,11 @@ def _shifted(propagator: Propagator, node: Node) -> Moments | None:
     elif pair.random:
         cov = cov.add(propagator.moments(pair.weight).sequence(*x.axes).cov)
     if node.op == "sub" and pair.side == 1:
-        # A covariance of its own: arrays that share one differ by a shift alone.
-        cov = cov.rescale(-jnp.ones((1, x.mean.shape[1]), x.mean.dtype))
-        return x.changed(pair.mean - x.mean, cov, node.shape)
+        one = jnp.ones((1, x.mean.shape[1]), x.mean.dtype)
+        return x.changed(pair.mean - x.mean, cov, node.shape, lambda cross: cross.rescale(-one))
     mean = x.mean - pair.mean if node.op == "sub" else x.mean + pair.mean
     propagator.note(node, *(("bias", "independent") if pair.random else ("shift",)))
-    return x.changed(mean, cov, node.shape, x.branches)
+    return x.changed(mean, cov, node.shape, as_it_is)
 
 
 @rule("mul", "div")
@@ -187,11 +194,10 @@ def _gain(propagator: Propagator, node: Node) -> Moments | None:
         )
     x = pair.x
     cov = x.cov.rescale(pair.mean)
-    branches = through_gain(x, pair.mean, cov)
     if pair.random:
         cov = cov.add(x.cov.gain_noise(x.mean, pair.vector.vector_cov()))
     propagator.note(node, "gain", "input and gain independent" if pair.random else "")
-    return x.changed(x.mean * pair.mean, cov, node.shape, branches)
+    return x.changed(x.mean * pair.mean, cov, node.shape, lambda cross: cross.rescale(pair.mean))
 
 
 def projection(propagator: Propagator, node: Any) -> Projection | None:

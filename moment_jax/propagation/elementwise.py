@@ -13,7 +13,6 @@ from jax import Array
 
 from moment_jax import expectations
 from moment_jax.expectations import ElementwiseMoments
-from moment_jax.propagation.branches import through_gain
 from moment_jax.propagation.errors import refuse, register
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.jumps import jumps, with_jumps
@@ -41,7 +40,7 @@ def _univariate(propagator: Propagator, node: Node) -> Moments | None:
         moments = transform(mean, cov.variance())
         gain, out, out_cov = moments.gain, moments.mean, cov.elementwise(moments)
     propagator.note(node, name, "" if transform is None else "its input Gaussian")
-    return x.changed(out, out_cov, node.shape, through_gain(x, gain, out_cov))
+    return x.changed(out, out_cov, node.shape, lambda cross: cross.rescale(gain))
 
 
 # A function is recognised by its values at these points, evaluated in one go.

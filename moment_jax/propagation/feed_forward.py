@@ -1,18 +1,15 @@
 """A Transformer's feed-forward layer, which `Separable` has one formula for."""
 
-from functools import partial
-
 import jax.numpy as jnp
 import numpy as np
 
 from moment_jax.covariance import Diagonal, Separable
 from moment_jax.layers.params import DenseParams, FeedForwardParams
 from moment_jax.layers.rules import rules_of
-from moment_jax.propagation.branches import through_layer
 from moment_jax.propagation.dense import projection, read_dense
 from moment_jax.propagation.elementwise import recognised
 from moment_jax.propagation.graph import Node, independent
-from moment_jax.propagation.moments import Moments
+from moment_jax.propagation.moments import Base, Moments, made
 from moment_jax.propagation.propagator import Propagator, pattern
 from moment_jax.propagation.regions import univariate
 
@@ -31,7 +28,9 @@ def _feed_forward(propagator: Propagator, node: Node) -> Moments | None:
         if len(x.mean) == 1:  # no tokens that share noise: layer by layer is nearer
             continue
         shape = len(x.mean), width
-        layout = Moments(jnp.zeros(shape), Diagonal.zeros(shape), np.asarray(hidden.places))
+        layout = Moments(
+            Base(jnp.zeros(shape), Diagonal.zeros(shape), None), np.asarray(hidden.places)
+        )
         output = read_dense(propagator, node, layout)
         apart = independent(*node.operands) and independent(*hidden.product.operands)
         if output is None or output.x.mean is not layout.mean or not apart:
@@ -41,13 +40,8 @@ def _feed_forward(propagator: Propagator, node: Node) -> Moments | None:
         name, transform = recognised(found[1], x.mean.dtype, value)
         if transform is None:
             continue
-        rule = partial(
-            rules_of(x.cov).feed_forward,
-            *(x.mean, x.cov),
-            params=FeedForwardParams(hidden.layer, DenseParams(output.layer.kernel)),
-            activation=transform,
-        )
-        mean, cov, branches = through_layer(x, x.cov, rule)
+        params = FeedForwardParams(hidden.layer, DenseParams(output.layer.kernel))
+        mean, cov, carry = rules_of(x.cov).feed_forward(x.mean, x.cov, params, transform)
         propagator.note(node, f"feed_forward ({name})", "input and kernels independent")
-        return Moments(mean, cov, output.places, branches)
+        return made(mean, cov, output.places, (x, carry))
     return None

@@ -87,6 +87,7 @@ def given(
     operands = (*weights, edge) if memory.weights else tuple(weights)
     node = Node(_GIVEN, {}, operands, moments.shape, dtype, ())
     node.moments = moments
+    moments.base.node = node
     return node
 
 

@@ -8,7 +8,7 @@ from jax import Array
 
 from moment_jax.propagation.errors import refuse
 from moment_jax.propagation.graph import Node, Recorder, given
-from moment_jax.propagation.moments import Moments, fresh
+from moment_jax.propagation.moments import Base, Moments, fresh
 from moment_jax.propagation.propagator import Pooled, Propagator, rule
 from moment_jax.propagation.regions import weights_of
 from moment_jax.propagation.weights import Weight
@@ -37,11 +37,13 @@ def _loop(propagator: Propagator, node: Node) -> Moments:
 
         def argument(i: int, value: Any) -> Any:
             if i == carry:
-                found = fresh(mean, _pooled_alike(inner, cov), start.shape, *axes)
-                own = frozenset(weights_of(start, None))
+                found = fresh(mean, _pooled_alike(inner, cov), start.shape, *axes, ())
+                own = frozenset(weights_of(start, []))
                 return given(found, start.dtype, own, start.weights - own)
             if isinstance(value, Node):
-                return given(propagator.moments(value), value.dtype, value.weights)
+                known = propagator.moments(value)
+                known = Moments(Base(known.mean, known.cov, ()), known.places)
+                return given(known, value.dtype, value.weights)
             if i not in rows:
                 return value
             if not isinstance(value, Weight):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +14,7 @@ import numpy as np
 from jax import Array
 
 from moment_jax.covariance import Covariance, Diagonal
-
-if TYPE_CHECKING:
-    from moment_jax.propagation.branches import Branch
+from moment_jax.covariance.cross import Cross
 
 Axes = tuple[int, ...]
 
@@ -42,19 +42,47 @@ class View:
         return dataclasses.replace(own, places=np.broadcast_to(self.places, shape))
 
 
+Carry = Callable[[Any], Any]  # Cov[u, input] -> Cov[u, output] for any u; None is zero
+_count = itertools.count()
+
+
+def as_it_is(cross: Any) -> Any:
+    """The `Carry` of what keeps its covariances."""
+    return cross
+
+
+@dataclasses.dataclass(eq=False)
+class Base:
+    """A random sequence (T, D), and how it depends on others, linearised."""
+
+    mean: Array
+    cov: Any
+    parents: tuple[tuple[Sequence, Carry], ...] | None  # None if unknown
+    node: Any = None  # of the graph, whose moments these are first
+    index: int = dataclasses.field(default_factory=lambda: next(_count))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Moments(View):
-    """Mean and covariance of a sequence (T, D), viewed as an array of any shape.
+    """A random sequence (T, D) viewed as an array of any shape.
 
     Reshapes, transposes, slices and repeats only change `places`; moments are recomputed when the array
     is used as a sequence with other tokens or features.
     """
 
-    mean: Array  # (T, D)
-    cov: Covariance
+    base: Base
     places: np.ndarray  # of each entry of the array in the flat (T, D); -1 where it is zero
-    branches: tuple[Branch, ...] = ()  # dependence on other random arrays, for sums and products
     known: dict[Any, Sequence] = dataclasses.field(default_factory=dict, init=False)
+
+    @property
+    def mean(self) -> Array:
+        """That of the sequence, (T, D)."""
+        return self.base.mean
+
+    @property
+    def cov(self) -> Any:
+        """That of the sequence."""
+        return self.base.cov
 
     def array(self) -> Array:
         """Mean of the array."""
@@ -84,7 +112,7 @@ class Moments(View):
             found = self.mean, self.cov
             if not np.array_equal(order, np.arange(self.mean.size).reshape(self.mean.shape)):
                 found = taken(self.mean, order), gather(self.cov, order)
-            self.known[tokens, features] = Sequence(*found, tokens, features, self)
+            self.known[tokens, features] = Sequence(*found, tokens, features, self.base, order)
         return self.known[tokens, features]
 
 
@@ -96,42 +124,41 @@ class Sequence:
     cov: Any  # a covariance of the same shape
     tokens: Axes
     features: Axes
-    of: Moments
+    base: Base
+    order: np.ndarray  # places of its entries in the base, (T, D); -1 where they are zero
 
     @property
     def axes(self) -> tuple[Axes, Axes]:
         """The token axes and the feature axes."""
         return self.tokens, self.features
 
-    @property
-    def branches(self) -> tuple[Branch, ...]:
-        """The array's branches as this sequence: all, restricted to its features, or none."""
-        if not self.of.branches or self.mean is self.of.mean:
-            return self.of.branches
-        rows = as_rows(self.of.places, *self.axes)
-        token, feature = np.divmod(rows, self.of.mean.shape[1])
-        same_tokens = len(token) == len(self.of.mean) and (np.arange(len(token)) == token.T).all()
-        if not same_tokens or (feature != feature[:1]).any():
-            return ()
-        return tuple(
-            dataclasses.replace(branch, paths=tuple(p.columns(feature[0]) for p in branch.paths))
-            for branch in self.of.branches
-            if branch.paths
-        )
+    def changed(self, mean: Array, cov: Covariance, shape: Any, carry: Carry | None) -> Moments:
+        """An array of this shape, with the same axes, made of this one alone."""
+        parents = None if carry is None else ((self, carry),)
+        return fresh(mean, cov, shape, self.tokens, self.features, parents)
 
-    def changed(
-        self, mean: Array, cov: Covariance, shape: Any, branches: tuple[Branch, ...] = ()
-    ) -> Moments:
-        """An array of this shape, with the same axes, from its moments as a sequence."""
-        return fresh(mean, cov, shape, self.tokens, self.features, branches)
+    def arranged(self, cross: Any) -> Any:
+        """Cov[u, this sequence], given Cov[u, base]; None where the structure cannot hold it."""
+        shape = self.base.mean.shape
+        if np.array_equal(self.order, np.arange(math.prod(shape)).reshape(shape)):
+            return cross
+        rows, columns = table(self.order, shape[1])
+        if rows is not None:
+            return cross.take(rows, columns)
+        return cross.entries(self.order) if isinstance(cross, Cross) else None
+
+
+def made(mean: Array, cov: Any, places: np.ndarray, *parents: tuple[Sequence, Carry]) -> Moments:
+    """A random array whose entries lie at these places of a new sequence, made of these."""
+    return Moments(Base(mean, cov, parents), places)
 
 
 def fresh(
     mean: Array, cov: Covariance, shape: tuple[int, ...], tokens: Axes, features: Axes,
-    branches: tuple[Branch, ...] = (),
+    parents: tuple[tuple[Sequence, Carry], ...] | None = None,
 ) -> Moments:  # fmt: skip
-    """A random array of this shape from its moments as a sequence."""
-    return Moments(mean, cov, ordered(shape, tokens, features), branches)
+    """A random array of this shape from its moments as a sequence, made of its parents."""
+    return Moments(Base(mean, cov, parents), ordered(shape, tokens, features))
 
 
 def ordered(shape: tuple[int, ...], tokens: Axes, features: Axes) -> np.ndarray:
@@ -183,17 +210,20 @@ def entries(cov: Any, places: np.ndarray) -> Array:
     return dense.reshape(*places.shape, *places.shape)
 
 
-def gather(cov: Any, places: np.ndarray, *, zeros: bool = False) -> Any:
-    """Covariance of the sequence made of these entries of another; -1 stands for zero.
-
-    With `zeros`, whole rows and columns of zeros are added by maps of the tokens and the features.
-    """
-    num_tokens, num_features = cov.shape
-    rows = np.where(places < 0, -1, places // num_features).max(axis=1)
-    columns = np.where(places < 0, -1, places % num_features).max(axis=0)
+def table(places: np.ndarray, width: int) -> tuple[Any, Any]:
+    """The rows and columns of (T, width) of which places (U, O) are a table; None if they are none."""
+    rows = np.where(places < 0, -1, places // width).max(axis=1)
+    columns = np.where(places < 0, -1, places % width).max(axis=0)
     known = (rows >= 0)[:, None] & (columns >= 0)
-    whole = np.where(known, rows[:, None] * num_features + columns, -1)
-    if not np.array_equal(places, whole) or not (zeros or known.all()):
+    whole = np.where(known, rows[:, None] * width + columns, -1)
+    return (rows, columns) if np.array_equal(places, whole) else (None, None)
+
+
+def gather(cov: Any, places: np.ndarray) -> Any:
+    """Covariance of the sequence made of these entries of another; -1 stands for zero."""
+    num_tokens, num_features = cov.shape
+    rows, columns = table(places, num_features)
+    if rows is None:
         if isinstance(cov, Diagonal):
             return Diagonal(taken(cov.variances, places))
         return type(cov).project(entries(cov, places))

@@ -13,7 +13,7 @@ from moment_jax.expectations import softmax_expansion, softmax_jacobian
 from moment_jax.layers.norm import normalized
 from moment_jax.layers.params import NormParams
 from moment_jax.layers.softmax import softmax
-from moment_jax.propagation.branches import Branch, through_dense
+from moment_jax.posterior import Point
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.moments import Axes, Moments, Sequence, as_rows, fresh
 from moment_jax.propagation.primitives import VIEWS, is_known
@@ -62,28 +62,28 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
     if isinstance(kind, str):
         propagator.note(node, kind, "its input Gaussian")
         if kind == "softmax":
-            return x.changed(*softmax(x.mean, x.cov), node.shape)
-        total, total_cov, mean, cov = logsumexp(x.mean, x.cov)
+            mean, cov = softmax(x.mean, x.cov)
+            slope = mean[:, :, None] * (jnp.eye(mean.shape[1])[None] - mean[:, None, :])
+            return x.changed(mean, cov, node.shape, lambda cross: cross.map_each(slope))
+        total, total_cov, mean, cov, weights = logsumexp(x.mean, x.cov)
         if kind == "log_softmax":
-            return x.changed(mean, cov, node.shape)
-        return fresh(total, total_cov, node.shape, tuple(range(node.ndim)), ())
+            centred = jnp.eye(mean.shape[1])[None] - weights[:, :, None]
+            return x.changed(mean, cov, node.shape, lambda cross: cross.map_each(centred))
+        parent = x, lambda cross: cross.map_each(weights[:, :, None])
+        return fresh(total, total_cov, node.shape, tuple(range(node.ndim)), (), (parent,))
     kernel = jnp.asarray(kind, x.mean.dtype)
-    branches = through_dense(x, kernel)
     propagator.note(node, "linear map of the features")
-    return x.changed(x.mean @ kernel, x.cov.map_features(kernel), node.shape, branches)
+    mean, cov = x.mean @ kernel, x.cov.map_features(kernel)
+    return x.changed(mean, cov, node.shape, lambda cross: cross.map_features(kernel))
 
 
 def _normalized(propagator: Propagator, node: Node, x: Sequence, kind: Normalization) -> Moments:
     """A normalisation of the features of each token."""
-    mean, cov, cross = normalized(
-        x.mean, x.cov, NormParams(), kind.epsilon, 2, centres=kind.centres
-    )
-    if kind.factor != 1:
-        factor = jnp.full((1, mean.shape[1]), kind.factor, mean.dtype)
-        mean, cov = mean * factor, cov.rescale(factor)
-        cross = cov.rescale_cross(cross, factor[0])
+    factor = Point(jnp.full(x.mean.shape[1], kind.factor, x.mean.dtype))
+    params = NormParams(None if kind.factor == 1 else factor)
+    mean, cov, carry = normalized(x.mean, x.cov, params, kind.epsilon, 2, centres=kind.centres)
     propagator.note(node, "layer_norm" if kind.centres else "rms_norm", "its input Gaussian")
-    return x.changed(mean, cov, node.shape, (Branch(x.mean, mean, cov, cross),))
+    return x.changed(mean, cov, node.shape, carry)
 
 
 def _reduced_sources(node: Node) -> Iterator[tuple[Node, Axes]]:
@@ -185,8 +185,10 @@ def _of_row(mean: Array, cov: Array) -> tuple[Array, Array, Array]:
     return jax.nn.logsumexp(mean) + trace / 2, whole.mean, rest
 
 
-def logsumexp(mean: Array, cov: Any) -> tuple[Array, Any, Array, Any]:
+def logsumexp(mean: Array, cov: Any) -> tuple[Array, Any, Array, Any, Array]:
     """Moments of logsumexp, (T, 1), and of the log-softmax, (T, C), over the last axis of (T, C).
+
+    And E[softmax], (T, C), which is the expected derivative of the first.
 
     Assumes that x is Gaussian. Between tokens, what is not linear in x correlates as the tokens squared.
     """
@@ -198,4 +200,4 @@ def logsumexp(mean: Array, cov: Any) -> tuple[Array, Any, Array, Any]:
     c = mean.shape[1]
     centred = cov.map_each(jnp.eye(c, dtype=mean.dtype)[None] - weights[:, :, None])
     centred = centred.add(rest.map_features(jnp.ones((1, c), mean.dtype)))
-    return total[:, None], own, mean - total[:, None], centred
+    return total[:, None], own, mean - total[:, None], centred, weights

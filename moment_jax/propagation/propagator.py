@@ -24,7 +24,7 @@ from moment_jax.propagation.graph import (
     independent,
     is_random,
 )
-from moment_jax.propagation.moments import Axes, Moments, as_rows, by_last_axis, fresh
+from moment_jax.propagation.moments import Axes, Base, Moments, as_rows, by_last_axis, fresh
 from moment_jax.propagation.receipt import Receipt, Step
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import materialized_inputs
@@ -45,6 +45,7 @@ class Propagator:
     unrolls: bool = False  # whether loops are unrolled, for a receipt
     repeats: Repeats = dataclasses.field(default_factory=dict)  # of certain arrays
     longest: int = 1  # tokens of the longest sequence
+    crosses: dict[tuple[Base, Base], Any] = dataclasses.field(default_factory=dict)
 
     def run(self, one_pass: Callable[["Propagator"], Moments]) -> Moments:
         """Moments from one pass, or from another if a mask calls for pooling, or loops have no rule."""
@@ -78,16 +79,17 @@ class Propagator:
             tokens = tuple(i for i in range(x.ndim) if i not in features)
             mean = as_rows(x, tokens, features)
             cov = started(self.structure, mean.shape, mean.dtype, self.landmarks)
-            found = fresh(mean, cov, x.shape, tokens, features)
+            found = fresh(mean, cov, x.shape, tokens, features, ())
             self.known[key] = array, self.pooled(found)  # kept, so that no id is reused
         return self.known[key][1]
 
     def pooled(self, found: Moments) -> Moments:
         """The same moments, pooled over the mask's tokens if the sequence has the mask's length."""
         cov: Any = found.cov
-        if self.pool is None or cov.shape[:1] != self.pool.shape or cov.pool is self.pool:
-            return found
-        return dataclasses.replace(found, cov=cov.pooled(self.pool))
+        fits = self.pool is not None and cov.shape[:1] == self.pool.shape
+        if fits and cov.pool is not self.pool:
+            found.base.cov = cov.pooled(self.pool)
+        return found
 
     def note(self, node: Node, rule: str, assumes: str = "") -> None:
         """Add an operation to the receipt."""
@@ -98,10 +100,11 @@ class Propagator:
             found = rule(self, node)
             if found is not None:
                 self.longest = max(self.longest, found.cov.shape[0])
-                kept = found.cov.at_landmarks(self.landmarks)
-                return self.pooled(
-                    found if kept is found.cov else dataclasses.replace(found, cov=kept)
-                )
+                if found.base.node is None:  # not a view of what was known
+                    found.base.node = node
+                    found.base.cov = found.cov.at_landmarks(self.landmarks)
+                    self.pooled(found)
+                return found
         shared = "" if independent(*node.operands) else ", which have a random array in common"
         what = f"`{node.op}` of random {shapes(node.operands)}{shared}"
         raise refuse(what, node.source, f"No rule or pattern covers it. {register(node)}")
@@ -163,7 +166,7 @@ def propagation_rule(primitive: str) -> Callable[[Callable[..., tuple[Array, Any
             others = [propagator.moments(y).array() if is_random(y) else y for y in operands]
             mean, cov = function(x.mean, x.cov, *others, **node.params)
             propagator.note(node, getattr(function, "__name__", "a rule"), "registered")
-            return x.changed(mean, cov, node.shape)
+            return x.changed(mean, cov, node.shape, None)
 
         _REGISTERED[primitive] = [applied]
         return function
@@ -295,5 +298,5 @@ def _random(propagator: Propagator, mean: Any, cov: Any) -> Node:
             f"{tuple(cov.shape)}."
         )
     own = Weight.of(Factorized(rows, jnp.zeros_like(rows)))
-    moments = propagator.pooled(fresh(rows, cov, np.shape(mean), *axes))
+    moments = propagator.pooled(fresh(rows, cov, np.shape(mean), *axes, ()))
     return given(moments, rows.dtype, [own])

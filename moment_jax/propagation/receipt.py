@@ -73,8 +73,8 @@ def _cuts(nodes: list[Node], output: Node) -> list[Node]:
     for node in sorted(nodes, key=lambda n: n.index):
         if node is output or is_view(node) or not jnp.issubdtype(node.dtype, jnp.floating):
             continue
-        before, after = between(node, None), between(output, node)
-        apart = not overlap(node.weights, weights_of(output, node, lambda n: n.nodes))
+        before, after = between(node, []), between(output, [node])
+        apart = not overlap(node.weights, weights_of(output, [node], lambda n: n.nodes))
         if apart and not before & after and (not found or found[-1] in before):
             found.append(node)
     return found
@@ -90,7 +90,7 @@ class Stage:
     propagator: Propagator  # of the whole function
 
     def __post_init__(self) -> None:
-        self.inner = between(self.end, self.start)
+        self.inner = between(self.end, [self.start])
         self.axes = {n: _axes(n) for n in (self.start, self.end) if n is not None}
 
     def moments(self, mean: Array, cov: Any) -> tuple[Array, Any]:
@@ -100,11 +100,12 @@ class Stage:
             for node in self.inner:
                 node.moments = None
             if self.start is not None:
-                given = fresh(mean, cov, self.start.shape, *self.axes[self.start])
+                given = fresh(mean, cov, self.start.shape, *self.axes[self.start], ())
                 self.start.moments = propagator.pooled(given)
+                given.base.node = self.start
             return propagator.moments(self.end)
 
-        kept = [(node, node.moments) for node in between(self.end, None)]
+        kept = [(node, node.moments) for node in between(self.end, [])]
         try:
             m = type(self.propagator)(type(cov), self.propagator.landmarks).run(one_pass)
         finally:
@@ -115,7 +116,7 @@ class Stage:
 
     def draw(self, key: Array, x: Array) -> Array:
         """The end in one sampled network, given the start as a sequence."""
-        weights = weights_of(self.end, self.start, lambda n: n.nodes)
+        weights = weights_of(self.end, [self.start], lambda n: n.nodes)
         beliefs = {id(w.posterior): w.posterior for w in weights}
         keys = jax.random.split(key, max(len(beliefs), 1))
         known: dict[Any, Any] = {

@@ -12,7 +12,7 @@ from jax import Array
 from moment_jax.posterior import Point
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.primitives import VIEWS, evaluate, is_known, moved, uniform
-from moment_jax.propagation.weights import Weight, overlap
+from moment_jax.propagation.weights import Weight
 
 # fmt: off
 ELEMENTWISE = {
@@ -29,33 +29,23 @@ BY_ROW = ELEMENTWISE | REDUCTIONS | VIEWS
 
 
 def weights_of(
-    root: Node, source: Node | None, operands: Callable[[Node], list[Node]] = lambda n: n.origins
+    root: Node, starts: Iterable[Any], operands: Callable[[Node], list[Node]] = lambda n: n.origins
 ) -> list[Weight]:
-    """The weights that an array depends on other than through `source`, or a decoder's memory."""
-    nodes = sorted(between(root, source, operands), key=lambda n: n.index)
+    """The weights that an array depends on other than through `starts`, or a decoder's memory."""
+    nodes = sorted(between(root, starts, operands), key=lambda n: n.index)
     weights = (x for n in nodes for x in n.operands if isinstance(x, Weight))
     return list(dict.fromkeys(x for x in weights if not isinstance(x.posterior, Point)))
 
 
-def fork(nodes: list[Node]) -> Node | None:
-    """The nearest array that nodes have in common, if no weight is in two of it and what follows."""
-    for source in dominators(nodes):
-        if jnp.issubdtype(source.dtype, jnp.floating):
-            parts = [source.weights, *(weights_of(node, source) for node in nodes)]
-            pairs = itertools.combinations(parts, 2)
-            return None if any(overlap(a, b) for a, b in pairs) else source
-    return None
-
-
 def between(
-    root: Node, source: Node | None, operands: Callable[[Node], list[Node]] = lambda n: n.nodes
+    root: Node, starts: Iterable[Any], operands: Callable[[Node], list[Node]] = lambda n: n.nodes
 ) -> set[Node]:
-    """The nodes that an array depends on, down to but without the source."""
+    """The nodes that an array depends on, down to but without `starts`."""
     seen: set[Node] = set()
-    stack = [root]
+    stack, ends = [root], set(starts)
     while stack:
         node = stack.pop()
-        if node is source or node in seen:
+        if node in ends or node in seen:
             continue
         seen.add(node)
         stack.extend(operands(node))

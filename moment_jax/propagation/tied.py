@@ -12,7 +12,7 @@ from moment_jax.propagation.dense import read_dense
 from moment_jax.propagation.errors import LINEARISE, refuse, shapes
 from moment_jax.propagation.graph import Node, weights_in
 from moment_jax.propagation.linearisation import covariance_with
-from moment_jax.propagation.moments import Moments, as_rows
+from moment_jax.propagation.moments import Base, Moments, as_rows
 from moment_jax.propagation.primitives import factors
 from moment_jax.propagation.propagator import PATTERNS, Propagator
 from moment_jax.propagation.regions import BY_ROW, between, compute
@@ -35,7 +35,7 @@ def _tied(propagator: Propagator, node: Node) -> Moments | None:
     found = None
     if node.op == "dot_general" and isinstance(value, Node) and isinstance(weight, Weight):
         same = (w for w in weights_in(value) if overlap([w], [weight]))
-        known = all(n.op in _DIFFERENTIABLE - {"argmax"} for n in between(value, None))
+        known = all(n.op in _DIFFERENTIABLE - {"argmax"} for n in between(value, []))
         if known and all(w.posterior is weight.posterior for w in same):
             batch = any(value.shape[i] > 1 for i in factors(node)[side].batch)
             found = None if batch else read_dense(propagator, node)
@@ -74,7 +74,7 @@ def _tied(propagator: Propagator, node: Node) -> Moments | None:
     bent = jnp.einsum("tdeu,sedv->tvsu", shared, shared)
     out = out.add(out.projected(cross + jnp.transpose(cross, (2, 3, 0, 1)) + bent))
     propagator.note(node, "tied weights", "input and kernel jointly Gaussian, to first order")
-    return Moments(mean + jnp.einsum("tddv->tv", shared), out, found.places)
+    return Moments(Base(mean + jnp.einsum("tddv->tv", shared), out, None), found.places)
 
 
 # Before the others, which assume that operands and weights are independent.

@@ -1,21 +1,19 @@
 """Operations that move or add entries: views, sums, concatenation, assembly."""
 
+from functools import partial, reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
-from moment_jax.covariance import Separable
-from moment_jax.layers.blocks import residual
-from moment_jax.propagation.branches import Branch
+from moment_jax.covariance.cross import plus
+from moment_jax.propagation.crosses import covariance
 from moment_jax.propagation.errors import refuse
-from moment_jax.propagation.graph import Node, independent, is_random
-from moment_jax.propagation.moments import Moments, Sequence, as_rows, fresh, gather, taken
+from moment_jax.propagation.graph import Node, is_random
+from moment_jax.propagation.moments import Base, Moments, as_it_is, as_rows, fresh, taken
 from moment_jax.propagation.primitives import VIEWS, evaluate, is_known, moved
 from moment_jax.propagation.propagator import Propagator, rule
-from moment_jax.propagation.regions import fork
 from moment_jax.propagation.weights import Weight
 
 
@@ -32,7 +30,7 @@ def _view(propagator: Propagator, node: Node) -> Moments | None:
         return None  # embedding lookup
     m = propagator.moments(first)
     places = moved(node, m.places, rest)
-    return None if places is None else Moments(m.mean, m.cov, places[node.output], m.branches)
+    return None if places is None else Moments(m.base, places[node.output])
 
 
 @rule("belief")
@@ -43,34 +41,23 @@ def _belief(propagator: Propagator, node: Node) -> Moments:
 
 @rule("add", "add_any", "sub")
 def _sum(propagator: Propagator, node: Node) -> Moments | None:
-    """The sum of x and a function of x, or of two independent arrays."""
+    """The sum or difference of two arrays, with the covariance of both."""
     moments = [propagator.moments(x).broadcast(node.shape) for x in node.operands]
     axes = max(moments, key=lambda m: m.mean.size).natural()
-    a, b = (m.sequence(*axes) for m in moments)
-    apart = independent(*node.operands)
-    if node.op != "sub" and (apart or fork(node.nodes) is not None):
-        for x, other in ((a, b), (b, a)):
-            for branch in other.branches:
-                out = _returned(x, other, branch)
-                if out is not None:
-                    propagator.note(node, "residual", "the branch linearised")
-                    return fresh(*out, node.shape, *axes)
-    if not apart:
-        return None
-    propagator.note(node, "sum", "addends independent")
-    mean = a.mean - b.mean if node.op == "sub" else a.mean + b.mean
-    return fresh(mean, a.cov.add(b.cov), node.shape, *axes)
+    a, b = sorted((m.sequence(*axes) for m in moments), key=lambda x: x.base.index)
+    signs = (1, 1) if node.op != "sub" else (1, -1) if a.base is moments[0].base else (-1, 1)
+    cross = covariance(propagator, node, a, b)
+    if cross is not None and node.op == "sub":
+        cross = cross.rescale(-jnp.ones((1, a.mean.shape[1]), a.mean.dtype))
+    assumed = "addends independent" if cross is None else "the branch linearised"
+    propagator.note(node, "sum" if cross is None else "residual", assumed)
+    mean, cov = signs[0] * a.mean + signs[1] * b.mean, a.cov.add_branch(b.cov, cross)
+    parents = tuple((x, partial(_signed, sign)) for x, sign in zip((a, b), signs, strict=True))
+    return fresh(mean, cov, node.shape, *axes, parents)
 
 
-def _returned(x: Sequence, other: Sequence, branch: Branch) -> tuple[Array, Any] | None:
-    """Moments of x + f(x), if the branch f of `other` starts at x or at x normalised."""
-    cross = branch.returned(x.mean)
-    if cross is None:
-        return None
-    cov, other_cov = x.cov, other.cov
-    if isinstance(cov, Separable) and cov.pool is not other_cov.pool:  # exclude masked tokens
-        cov = cov.pooled(other_cov.pool)
-    return residual(x.mean, cov, other.mean, other_cov, cross)
+def _signed(sign: int, cross: Any) -> Any:
+    return cross if sign == 1 else cross.rescale(-jnp.ones((1, 1)))
 
 
 @rule("reduce_sum")
@@ -92,10 +79,14 @@ def _total(propagator: Propagator, node: Node) -> Moments | None:
         mean, cov = choose.T @ x.mean, x.cov.map_tokens(choose.T)
     else:
         mean, cov = x.mean @ choose, x.cov.map_features(choose)
+
+    def carry(cross: Any) -> Any:
+        return cross.map_tokens(choose.T) if by_token else cross.map_features(choose)
+
     propagator.note(node, "sum over " + ("tokens" if by_token else "features"))
     left = [i for i in range(m.ndim) if i not in axes]
     tokens, features = (tuple(left.index(i) for i in g if i not in axes) for g in x.axes)
-    return fresh(mean, cov, node.shape, tokens, features)
+    return fresh(mean, cov, node.shape, tokens, features, ((x, carry),))
 
 
 _DATA = {  # the operands that are not indices or conditions
@@ -105,12 +96,11 @@ _DATA = {  # the operands that are not indices or conditions
 
 @rule(*_DATA)
 def _assembled(propagator: Propagator, node: Node) -> Moments | None:
-    """The sum of independent operands, each at its own entries and zero elsewhere."""
-    joined = node.op == "concatenate"
+    """The sum of the operands, each at its own entries and zero elsewhere."""
     data = range(len(node.operands))[slice(*_DATA[node.op])]
     parts = [node.operands[i] for i in data]
     others = (x for i, x in enumerate(node.operands) if i not in data)
-    if not all(map(is_known, others)) or not independent(*parts):
+    if not all(map(is_known, others)):
         return None
     moments = [propagator.moments(x) for x in parts]
     # Number the entries of all parts, to see where they go.
@@ -120,22 +110,31 @@ def _assembled(propagator: Propagator, node: Node) -> Moments | None:
     operands = [*node.operands[: data.start], *ids, *node.operands[data.stop :]]
     shown = np.asarray(evaluate(node.primitive, operands, node.params)[0])
 
-    random = (m for x, m in zip(parts, moments, strict=True) if is_random(x))
-    first = max(random, key=lambda m: m.places.size)
-    tokens, features = first.natural()
-    left = {i for i, n in enumerate(node.shape) if n > 1 and i not in features}
-    axes = tuple(sorted({*tokens, *left})), features
-    mean, covs = jnp.zeros((), first.mean.dtype), []
+    # Where each entry is in its array; parts of one array are one part.
+    mean: Any = jnp.zeros((), moments[0].mean.dtype)
+    whole: dict[Base, np.ndarray] = {}
     for x, m, end in zip(parts, moments, ends, strict=True):
         if m.places.size == 0:
             continue
-        if joined:
-            own = m.sequence(*axes)
-            m = own.changed(own.mean, own.cov, m.shape)
         local = np.where(shown < end, shown - end, 0)  # from the end: negative
         places = np.append(m.places, -1)[np.where(-local <= m.places.size, local - 1, -1)]
-        rows = as_rows(places, *axes)
-        mean = mean + taken(m.mean, rows)
-        covs += [gather(m.cov, rows, zeros=joined)] if is_random(x) else []
-    propagator.note(node, node.op, "parts independent" if len(covs) > 1 else "")
-    return fresh(mean, covs[0].add(*covs[1:]), node.shape, *axes)
+        if is_random(x):
+            whole[m.base] = np.maximum(places, whole.get(m.base, -1))
+        else:
+            mean = mean + taken(m.mean, places)
+    arrays = [Moments(base, places) for base, places in whole.items()]
+    if len(arrays) == 1 and mean.ndim == 0 and (arrays[0].places >= 0).all():
+        return arrays[0]
+    random = (m for x, m in zip(parts, moments, strict=True) if is_random(x))
+    tokens, features = max(random, key=lambda m: m.places.size).natural()
+    left = [i for i, n in enumerate(node.shape) if n > 1 and i not in (*tokens, *features)]
+    tokens, features = (tokens, features) if features else (tokens, tuple(left))
+    tokens = tuple(sorted({*tokens, *left} - {*features}))
+    placed = [m.sequence(tokens, features) for m in arrays]
+    mean = placed[0].mean + (as_rows(mean, tokens, features) if mean.ndim else 0)
+    cov = placed[0].cov
+    for i, x in enumerate(placed[1:], 1):
+        crosses = (covariance(propagator, node, y, x) for y in placed[:i])
+        mean, cov = mean + x.mean, cov.add_branch(x.cov, reduce(plus, crosses, None))
+    propagator.note(node, node.op)
+    return fresh(mean, cov, node.shape, tokens, features, tuple((x, as_it_is) for x in placed))

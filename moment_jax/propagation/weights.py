@@ -22,7 +22,7 @@ from moment_jax.posterior import (
     Posterior,
     Reshaped,
 )
-from moment_jax.propagation.moments import Axes, Moments, View, as_rows, taken
+from moment_jax.propagation.moments import Axes, Base, Moments, View, as_rows, taken
 from moment_jax.propagation.primitives import is_known, uniform
 
 
@@ -123,7 +123,7 @@ class Weight(View):
             cov = structure.project(posterior.dense_cov())
         else:
             cov = structure.independent(jnp.reshape(posterior.marginal_variance(), mean.shape))
-        return Moments(mean, cov.at_landmarks(landmarks), self.places)
+        return Moments(Base(mean, cov.at_landmarks(landmarks), (), self), self.places)
 
 
 def overlap(left: Iterable[Weight], right: Iterable[Weight]) -> bool:

@@ -27,7 +27,13 @@ from moment_jax.covariance.numerics import (
     summed_covs,
     weighted_sum,
 )
-from moment_jax.covariance.separable import Cross, Separable, agreeing, kernel_noise, spread
+from moment_jax.covariance.separable import (
+    Separable,
+    SeparableCross,
+    agreeing,
+    kernel_noise,
+    spread,
+)
 from moment_jax.covariance.token_gram import (
     Nystroem,
     TokenGram,
@@ -60,7 +66,7 @@ from moment_jax.layers.heads import (
     turned,
 )
 from moment_jax.layers.params import AttentionParams, DenseParams, bias_cov, with_bias
-from moment_jax.layers.rules import Attending
+from moment_jax.layers.rules import Attending, Carry
 from moment_jax.layers.seen import pool_scores
 from moment_jax.xla import diagonal_matrix, materialized
 
@@ -152,11 +158,10 @@ class _Output(NamedTuple):
 def attention(
     mean: Array,
     cov: Separable,
-    cross: Cross,
     memory: tuple[Array, Separable] | None,
     params: AttentionParams,
     attending: Attending,
-) -> tuple[Array, Separable, Cross]:
+) -> tuple[Array, Separable, Carry]:
     """The rule of `attention` and `cross_attention`: see there."""
     h, mask, _, turns = attending
     source, source_cov = (mean, cov) if memory is None else memory
@@ -235,26 +240,36 @@ def attention(
     features = agreeing(features, gram_tokens, cov.pool)
     out_cov = Separable.unchecked(variances, gram_tokens, features, cov.pool)
     out_cov = with_bias(out_cov, params.output.bias)
-    if memory is None:
-        paths = value.kernel @ kernels
-        cross = _through_values(cross, cov.pool, paths, out.weights, total)
-    else:  # x reaches the output through the queries alone
-        cross = jax.tree.map(jnp.zeros_like, cross)
-    return params.output.mean_output(mixed), out_cov, cross
+
+    def carry(
+        cross: SeparableCross | None, with_memory: SeparableCross | None = None
+    ) -> SeparableCross | None:
+        """Through the values alone, so from a memory and not from what looks at it."""
+        given = cross if memory is None else with_memory
+        if given is None:
+            return None
+        return _through_values(given, value.kernel @ kernels, out.weights, total, cov.pool)
+
+    return params.output.mean_output(mixed), out_cov, carry
 
 
 def _average(weights: Array, rows: Array) -> Array:
     return safe_divide(weights @ rows, jnp.sum(weights))
 
 
-def _through_values(cross: Cross, pool: Array, paths: Array, weights: Array, total: Array) -> Cross:
-    """Cov[x, attention], through the values alone; `paths` (H, D, E) are their kernels' products."""
-    pooled = pulled(pool, cross.tokens)
-    reached = total @ safe_divide(pooled, pooled @ pool)  # (H,)
-    size = jnp.tensordot(paths, cross.features.T)
-    size = safe_divide(size, jnp.sum(diagonal_of(cross.features)))
-    tokens = through(cross.tokens, jnp.tensordot(size, weights, 1).T)
-    return Cross(tokens, cross.features @ jnp.tensordot(reached, paths, 1))
+def _through_values(
+    cross: SeparableCross, paths: Array, weights: Array, total: Array, pool: Array
+) -> SeparableCross:
+    """Cov[u, attention] of Cov[u, x]; `paths` (H, D, E) are the products of each head's kernels.
+
+    That of the pooled sums is exact; the pattern averages heads by what each of them carries.
+    """
+    carried = safe_sqrt(jnp.sum(paths**2, axis=(1, 2)))
+    carried = safe_divide(carried, jnp.sum(carried))
+    reached = total @ pulled(cross.pools[0], cross.tokens)  # (H,)
+    paths = jnp.tensordot(safe_divide(reached, reached @ carried), paths, 1)
+    tokens = through(cross.tokens, jnp.tensordot(carried, weights, 1).T)
+    return SeparableCross(tokens, cross.features @ paths, (cross.pools[0], pool))
 
 
 def _one_head(head: _Head, tokens: _Tokens, order: int) -> _Output:

@@ -12,23 +12,16 @@ from moment_jax.covariance.numerics import (
     vector_variance,
     weighted_sum,
 )
-from moment_jax.covariance.separable import (
-    Cross,
-    Separable,
-    agreeing,
-    average_gain,
-    kernel_noise,
-    spread,
-)
+from moment_jax.covariance.separable import Separable, agreeing, average_gain, kernel_noise, spread
 from moment_jax.covariance.token_gram import count_of, diagonal_of, gram, with_diagonal
 from moment_jax.layers.params import FeedForwardParams, bias_cov, with_bias
-from moment_jax.layers.rules import Moments
+from moment_jax.layers.rules import Carry, Moments
 from moment_jax.xla import diagonal_matrix
 
 
 def feed_forward(
-    mean: Array, cov: Separable, cross: Cross, params: FeedForwardParams, activation: Moments
-) -> tuple[Array, Separable, Cross]:
+    mean: Array, cov: Separable, params: FeedForwardParams, activation: Moments
+) -> tuple[Array, Separable, Carry]:
     """The rule of `feed_forward`: see there.
 
     The hidden layer is read as energy times shares, G_tt C_ff / tr C, and its features as correlated
@@ -82,4 +75,4 @@ def feed_forward(
     features = summed_covs(features, summed_covs(by_noise, by_kernel))
     features = agreeing(features, tokens, pool)
     cov = with_bias(Separable.unchecked(variances, tokens, features, pool), output.bias)
-    return output.mean_output(moments.mean), cov, cross.map_features(jacobian)
+    return output.mean_output(moments.mean), cov, lambda cross: cross.map_features(jacobian)

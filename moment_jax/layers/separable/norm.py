@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt
-from moment_jax.covariance.separable import Cross, Separable, agreeing
+from moment_jax.covariance.separable import Separable, SeparableCross, agreeing
 from moment_jax.covariance.token_gram import (
     count_of,
     diagonal_of,
@@ -16,11 +16,12 @@ from moment_jax.covariance.token_gram import (
     row_sums,
     total,
 )
+from moment_jax.layers.rules import Carry
 
 
 def norm(
     mean: Array, cov: Separable, *, epsilon: Array | float, order: int, centres: bool
-) -> tuple[Array, Separable, Cross]:
+) -> tuple[Array, Separable, Carry]:
     """The rule of `layer_norm` and `rms_norm`: see there.
 
     Every token's feature covariance is read as its energy G_tt / tr C times C, and its Jacobian as J_t
@@ -71,12 +72,19 @@ def norm(
     bent = normal.T @ bend
     summed = total(pairs) * inner - bent - bent.T
 
-    shares = unit * pulled(pool, cov.tokens)[:, None] * weights
-    straight = features - average[:, None] if centres else features
-    crossed = jnp.sum(shares) * straight - (shares * linked).T @ normal / d
-    cross = Cross(right_scaled(cov.tokens, inverse * left), crossed)
     variances = variances * safe_divide(
         diagonal_of(tokens)[:, None], jnp.sum(variances, axis=1, keepdims=True)
     )
     features = agreeing(summed, tokens, pool)
-    return out, Separable.unchecked(variances, tokens, features, pool), cross
+
+    def carry(cross: SeparableCross) -> SeparableCross:
+        before, weighed = cross.features, pulled(cross.pools[0], cross.tokens)
+        shares = (cross.pools[1] * weighed)[:, None] * inverse
+        centred = before - jnp.mean(before, axis=1, keepdims=True) if centres else before
+        along = (shares * (normal @ before.T)).T @ normal / d
+        after = jnp.sum(shares) * centred - along
+        kept = inverse * left
+        after = safe_divide(after, jnp.sum(shares * left))
+        return SeparableCross(right_scaled(cross.tokens, kept), after, cross.pools)
+
+    return out, Separable.unchecked(variances, tokens, features, pool), carry
