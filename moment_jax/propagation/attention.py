@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from moment_jax.covariance import Diagonal, Separable
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt
 from moment_jax.layers.attention import attended
 from moment_jax.layers.dense import dense
-from moment_jax.layers.params import AttentionParams, DenseParams, with_bias
+from moment_jax.layers.params import AttentionParams, DenseParams
 from moment_jax.layers.seen import pool_seen
 from moment_jax.posterior import Factorized, OutputShared, Point
 from moment_jax.propagation import regions
+from moment_jax.propagation.crosses import joined
 from moment_jax.propagation.dense import Projection, projection
 from moment_jax.propagation.graph import Node, as_weight, weights_in
 from moment_jax.propagation.moments import Base, Moments, as_rows, made, ordered
@@ -125,9 +125,8 @@ def _moments(
     seen = pool_seen(source.cov, mask, memory=not own)
     cov = seen if own else x.cov
     repeated = any(len(np.unique(c)) < c.size for c in core.columns)
-    beside = repeated and not isinstance(cov, Diagonal)  # whose entries are independent anyway
-    own_layers = [p.params(c) for p, c in zip(core.parts, core.columns, strict=True)]
-    if own_layers[0] is None or (not beside and None in own_layers):
+    layers = [p.params(c) for p, c in zip(core.parts, core.columns, strict=True)]
+    if None in layers:
         return None  # no family for these columns
     turn = query.turn
     if level is not None:  # no score without a query
@@ -135,25 +134,13 @@ def _moments(
         turn = jnp.eye(k, dtype=x.mean.dtype)[None] if turn is None else turn
         turn = jnp.where(level[:, None, None], 0, turn)
 
-    mean, moved, memory, lift = x.mean, cov, (source.mean, seen), None
-    layers: Sequence[Any] = own_layers
-    if beside and own:
-        (mean, moved), layers, lift = _beside(mean, cov, core.parts, core.columns)
-    elif beside:
-        memory, layers, lift = _beside(*memory, core.parts[1:], core.columns[1:])
-        layers = [own_layers[0], *layers]
-    params = AttentionParams(*layers, output)
     mean, out, carried = attended(
-        mean, moved, params, len(core.columns[0]), mask, 2,
-        memory=None if own else memory, turns=(turn, key.turn),
+        x.mean, cov, AttentionParams(*layers, output), len(core.columns[0]), mask, 2,
+        memory=None if own else (source.mean, seen), turns=(turn, key.turn),
     )  # fmt: skip
-
-    def lifted(cross: Any) -> Any:
-        return cross if cross is None or lift is None else cross.map_features(lift)
-
-    parents = [(x, lambda cross: carried(lifted(cross) if own else cross))]
+    parent: Any = x, carried
     if not own and not isinstance(query.source, Node):
-        parents = [(source, lambda cross: carried(None, lifted(cross)))]
+        parent = source, lambda cross: carried(None, cross)
     if level is not None:  # averages of the values
         width = value.layer.kernel.shape[1]
         pick = jax.nn.one_hot(core.columns[2].ravel(), width, dtype=mean.dtype).T
@@ -170,34 +157,12 @@ def _moments(
             assumed += ", though x has attended to it before"
         for part in (key, value):
             part.product.memory = True
-    if repeated and not beside:
+    if repeated and isinstance(cov, Diagonal):
         assumed += "; heads too, though they share keys or values"
     if query.turn is not None or key.turn is not None:
         assumed += "; rotary positions turn means, and covariances as far as the structure can"
     propagator.note(node, "attention" if own else "cross_attention", assumed)
-    return made(mean, out, places, *parents)
-
-
-def _beside(
-    mean: Array, cov: Any, parts: Sequence[Projection], columns: Sequence[np.ndarray]
-) -> tuple[tuple[Array, Any], list[DenseParams], Array]:
-    """The input and its projections side by side, certain layers that pick columns, and x's kernel.
-
-    Heads that share a column then share its noise, which independent layers cannot express.
-    """
-    d, dtype = mean.shape[1], mean.dtype
-    layers = [p.layer for p in parts]
-    lift = jnp.concatenate([jnp.eye(d, dtype=dtype), *(x.kernel.mean for x in layers)], 1)
-    means, wide, start, picked = [mean], cov.map_features(lift), d, []
-    for layer, chosen in zip(layers, columns, strict=True):
-        width = layer.kernel.shape[1]
-        noise = with_bias(cov.weight_noise(mean, layer.kernel), layer.bias)
-        wide = wide.add(noise.map_features(jnp.eye(width, lift.shape[1], start, dtype=dtype)))
-        means.append(layer.mean_output(mean))
-        pick = jax.nn.one_hot(start + chosen.ravel(), lift.shape[1], dtype=dtype).T
-        picked.append(DenseParams(Point(pick)))
-        start += width
-    return (jnp.concatenate(means, 1), wide), picked, lift
+    return made(mean, out, places, parent)
 
 
 def _seen_core(propagator: Propagator, node: Any) -> Core | None:
@@ -220,18 +185,75 @@ def _core(propagator: Propagator, node: Node) -> Core | None:
         weights, values = node.operands[side], node.operands[1 - side]
         found = regions.sources(weights, lambda n: n.op in regions.BY_ROW)
         scores = next((x for x in found if x.op == "dot_general"), None)
-        if scores is None or len(scores.nodes) != 2:
+        if scores is None or any(isinstance(x, Weight) for x in scores.operands):
             continue
         nodes = (*scores.operands, values)
-        left, right, value = (projection(propagator, x) for x in nodes)
-        if left is None or right is None or value is None:
-            return None  # such as normalised queries
-        layout = _find_layout(node, side, weights, scores, (left, right, value))
-        if layout is None or not _each_used_once(nodes, (left, right, value)):
-            return None
-        same = layout[0].parts[1].x.mean is value.x.mean  # keys and values of one sequence
-        return _read(propagator, weights, scores, *layout) if same else None
+        parts = tuple(projection(propagator, x) for x in nodes)
+        layout = None
+        if all(parts) and _each_used_once(nodes, parts):
+            layout = _find_layout(node, side, weights, scores, parts)
+        apart = layout is not None and _apart(propagator, layout[0])
+        if not apart:
+            if not any(n.op == "exp" for n in regions.between(weights, [scores])):
+                continue
+            parts = tuple(_as_it_is(propagator, x) for x in nodes)
+            layout = _find_layout(node, side, weights, scores, parts)
+        core = None if layout is None else _read(propagator, weights, scores, *layout)
+        return core if core is None or apart else _side_by_side(propagator, node, core)
     return None
+
+
+def _apart(propagator: Propagator, core: Core) -> bool:
+    """Whether keys and values are layers of one array, and heads share no columns of any layer.
+
+    In `Diagonal` they may, for its entries are independent anyway.
+    """
+    repeated = any(len(np.unique(c)) < c.size for c in core.columns)
+    if core.parts[1].x.mean is not core.parts[2].x.mean:
+        return False
+    return not repeated or issubclass(propagator.structure, Diagonal)
+
+
+def _as_it_is(propagator: Propagator, value: Any) -> Projection:
+    """Any array as a layer of itself: the identity."""
+    x = propagator.moments(value).sequence()
+    layer = DenseParams(Point(jnp.eye(x.mean.shape[1], dtype=x.mean.dtype)))
+    return Projection(x, layer, ordered(np.shape(value), *x.axes), value, value)
+
+
+def _side_by_side(propagator: Propagator, node: Node, core: Core) -> Core:
+    """Queries, keys and values as one array with all that they share, and layers that pick them."""
+    inputs = [part.x for part in core.parts]
+    queries, keys = len(inputs[0].mean), len(inputs[1].mean)
+    count, ends = max(queries, keys), np.cumsum([x.mean.shape[1] for x in inputs])
+    placed = []
+    for x, end in zip(inputs, ends, strict=True):
+        t, width = x.mean.shape
+        order = np.full((count, ends[-1]), -1)
+        order[:t, end - width : end] = x.order
+        placed.append(x.base.at(order))
+    base = joined(propagator, node, placed)
+    base.node = node
+    x = propagator.pooled(Moments(base, np.arange(base.mean.size).reshape(base.mean.shape)))
+    both = x.sequence((0,), (1,))
+    layer = DenseParams(Point(jnp.eye(ends[-1], dtype=base.mean.dtype)))
+    parts = [part._replace(x=both, layer=layer) for part in core.parts]
+    scale = core.parts[0].layer.kernel.mean[0, 0]  # that of the scores
+    parts[0] = parts[0].times(scale)
+    starts = (0, *ends[:-1])
+    columns = tuple(c + start for c, start in zip(core.columns, starts, strict=True))
+    mask, level, lost, even = core.rows
+    if queries != keys:  # rows and columns that nobody looks at
+        mask = jnp.ones((1, queries, keys), bool) if mask is None else mask
+        mask = jnp.broadcast_to(mask, (mask.shape[0] if mask.ndim == 3 else 1, queries, keys))
+        grow = (0, 0), (0, count - queries), (0, 0)
+        mask = jnp.pad(mask, grow, constant_values=True)
+        mask = jnp.pad(mask, ((0, 0), (0, 0), (0, count - keys)))
+        mask = jnp.broadcast_to(mask, (len(core.columns[0]), count, count))
+        if level is not None:
+            level, lost = (jnp.pad(row, (0, count - queries)) for row in (level, lost))
+            even = jnp.pad(even, ((0, count - queries), (0, count - keys)))
+    return core._replace(parts=tuple(parts), columns=columns, rows=Rows(mask, level, lost, even))
 
 
 def _each_used_once(nodes: Sequence[Node], parts: Sequence[Projection]) -> bool:

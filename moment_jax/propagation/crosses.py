@@ -5,12 +5,13 @@ walking back: it is what the later one of the two makes of Cov[u, its parents]. 
 are one array, or have no weight in common.
 """
 
+from functools import reduce
 from typing import Any
 
 from moment_jax.covariance.cross import plus
 from moment_jax.propagation.errors import refuse, register
 from moment_jax.propagation.graph import Node, weights_in
-from moment_jax.propagation.moments import Base, Sequence
+from moment_jax.propagation.moments import Base, Sequence, as_it_is
 from moment_jax.propagation.propagator import Propagator
 from moment_jax.propagation.regions import weights_of
 from moment_jax.propagation.weights import overlap
@@ -23,6 +24,15 @@ def covariance(propagator: Propagator, node: Node, a: Sequence, b: Sequence) -> 
     if found is not None:
         found = _arranged(node, found.T, a)
     return None if found is None else found.T
+
+
+def joined(propagator: Propagator, node: Node, parts: list[Sequence]) -> Base:
+    """The sum of sequences of one shape, with all their covariances."""
+    mean, cov = parts[0].mean, parts[0].cov
+    for i, x in enumerate(parts[1:], 1):
+        crosses = (covariance(propagator, node, y, x) for y in parts[:i])
+        mean, cov = mean + x.mean, cov.add_branch(x.cov, reduce(plus, crosses, None))
+    return Base(mean, cov, tuple((x, as_it_is) for x in parts))
 
 
 def _between(propagator: Propagator, node: Node, u: Base, v: Base) -> Any:

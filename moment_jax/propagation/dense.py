@@ -10,7 +10,6 @@ from moment_jax.layers.dense import dense
 from moment_jax.layers.embedding import embedding
 from moment_jax.layers.params import DenseParams
 from moment_jax.posterior import Point
-from moment_jax.propagation.errors import refuse
 from moment_jax.propagation.graph import Node, as_weight, is_random
 from moment_jax.propagation.moments import (
     Axes,
@@ -187,11 +186,7 @@ def _gain(propagator: Propagator, node: Node) -> Moments | None:
     if pair is None:
         return None
     if pair.random and pair.vector is None:
-        raise refuse(
-            f"a product with random weights {pair.weight.shape} that are not one gain per feature",
-            node.source,
-            "Use one gain per feature, or a certain array.",
-        )
+        return None  # a product like others
     x = pair.x
     cov = x.cov.rescale(pair.mean)
     if pair.random:

@@ -258,7 +258,11 @@ class Recorder:
         name = eqn.primitive.name
         beside = name in _WITH_WEIGHTS and any(isinstance(x, Node) for x in operands)
         beside = beside and independent(*operands)  # else both are functions of one random array
-        dense = name == "dot_general" and not all(isinstance(x, Weight) for x in operands)
+        dense = name == "dot_general" and (
+            independent(*operands) or not all(isinstance(x, Weight) for x in operands)
+        )
+        if dense and all(isinstance(x, Weight) for x in operands):
+            operands = [self._belief(operands[0], source), operands[1]]
         if not (beside or dense or name in ("gather", "concatenate")):
             operands = [self._belief(x, source) for x in operands]
         operands = _split_gains(eqn, operands, source)

@@ -61,6 +61,13 @@ class Base:
     node: Any = None  # of the graph, whose moments these are first
     index: int = dataclasses.field(default_factory=lambda: next(_count))
 
+    def at(self, order: np.ndarray, tokens: Axes = (), features: Axes = ()) -> Sequence:
+        """The sequence of its entries at these places, (T, D); -1 stands for zero."""
+        found = self.mean, self.cov
+        if not np.array_equal(order, np.arange(self.mean.size).reshape(self.mean.shape)):
+            found = taken(self.mean, order), gather(self.cov, order)
+        return Sequence(*found, tokens, features, self, order)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Moments(View):
@@ -109,10 +116,7 @@ class Moments(View):
             tokens, features = self.natural()
         if (tokens, features) not in self.known:
             order = as_rows(self.places, tokens, features)
-            found = self.mean, self.cov
-            if not np.array_equal(order, np.arange(self.mean.size).reshape(self.mean.shape)):
-                found = taken(self.mean, order), gather(self.cov, order)
-            self.known[tokens, features] = Sequence(*found, tokens, features, self.base, order)
+            self.known[tokens, features] = self.base.at(order, tokens, features)
         return self.known[tokens, features]
 
 

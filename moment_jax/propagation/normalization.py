@@ -1,5 +1,6 @@
 """Normalisations over features, softmax, its logarithm and logsumexp, recognised by their values."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,8 +15,9 @@ from moment_jax.layers.norm import normalized
 from moment_jax.layers.params import NormParams
 from moment_jax.layers.softmax import softmax
 from moment_jax.posterior import Point
+from moment_jax.propagation.crosses import joined
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.moments import Axes, Moments, Sequence, as_rows, fresh
+from moment_jax.propagation.moments import Axes, Moments, as_rows, fresh, made, ordered
 from moment_jax.propagation.primitives import VIEWS, is_known
 from moment_jax.propagation.propagator import Propagator, pattern
 from moment_jax.propagation.regions import BY_ROW, REDUCTIONS, all_uniform, probe, sources
@@ -53,12 +55,9 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
         return None
     source, rest, axes, kind = found
     m = propagator.moments(source)
-    long = [i for i in axes if m.shape[i] > 1]
-    if isinstance(kind, Normalization) and set(long) != set(m.natural()[1]):
-        return None
-    x = m.sequence(rest, axes)
     if isinstance(kind, Normalization):
-        return _normalized(propagator, node, x, kind)
+        return _normalized(propagator, node, m, axes, kind)
+    x = m.sequence(rest, axes)
     if isinstance(kind, str):
         propagator.note(node, kind, "its input Gaussian")
         if kind == "softmax":
@@ -77,13 +76,41 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
     return x.changed(mean, cov, node.shape, lambda cross: cross.map_features(kernel))
 
 
-def _normalized(propagator: Propagator, node: Node, x: Sequence, kind: Normalization) -> Moments:
-    """A normalisation of the features of each token."""
-    factor = Point(jnp.full(x.mean.shape[1], kind.factor, x.mean.dtype))
-    params = NormParams(None if kind.factor == 1 else factor)
-    mean, cov, carry = normalized(x.mean, x.cov, params, kind.epsilon, 2, centres=kind.centres)
+def _normalized(
+    propagator: Propagator, node: Node, m: Moments, axes: Axes, kind: Normalization
+) -> Moments | None:
+    """A normalisation over the features of each token, or over each of some groups of them."""
+    tokens, features = m.natural()
+    long = {i for i in axes if m.shape[i] > 1}
+    if not long <= set(features):
+        return None
+    within = tuple(i for i in features if i not in long)  # such as heads
+    groups = [m.shape[i] for i in within]
+    whole = m.sequence(tokens, features)
+    entries = np.arange(m.places.size).reshape(*(m.shape[i] for i in (*tokens, *features)))
+    t, width = whole.mean.shape
+    # Places in the sequence, group by group: (G, T, K).
+    entries = np.moveaxis(
+        entries.reshape(t, *(m.shape[i] for i in features)),
+        [1 + features.index(i) for i in within],
+        range(len(within)),
+    ).reshape(math.prod(groups), t, -1)
+    placed = []
+    for places in entries:
+        x = whole.base.at(whole.order.ravel()[places])
+        factor = Point(jnp.full(x.mean.shape[1], kind.factor, x.mean.dtype))
+        params = NormParams(None if kind.factor == 1 else factor)
+        mean, cov, carry = normalized(x.mean, x.cov, params, kind.epsilon, 2, centres=kind.centres)
+        own = propagator.pooled(made(mean, cov, np.arange(mean.size), (x, carry))).base
+        own.node = node
+        order = np.full(t * width, -1)
+        order[places.ravel()] = np.arange(places.size)
+        placed.append(own.at(order.reshape(t, width)))
     propagator.note(node, "layer_norm" if kind.centres else "rms_norm", "its input Gaussian")
-    return x.changed(mean, cov, node.shape, carry)
+    places = ordered(m.shape, tokens, features).reshape(node.shape)
+    if len(placed) == 1:
+        return Moments(placed[0].base, places)
+    return Moments(joined(propagator, node, placed), places)
 
 
 def _reduced_sources(node: Node) -> Iterator[tuple[Node, Axes]]:

@@ -1,7 +1,7 @@
 """Products of two random arrays, such as gates."""
 
 from moment_jax.propagation.crosses import covariance
-from moment_jax.propagation.graph import Node
+from moment_jax.propagation.graph import Node, is_random
 from moment_jax.propagation.moments import Moments, fresh
 from moment_jax.propagation.propagator import Propagator, rule
 
@@ -9,7 +9,7 @@ from moment_jax.propagation.propagator import Propagator, rule
 @rule("mul")
 def _product(propagator: Propagator, node: Node) -> Moments | None:
     """Moments to second order in the noise, with the covariance of both factors."""
-    if len(node.nodes) != 2:
+    if not all(map(is_random, node.operands)):
         return None
     m, other = (propagator.moments(x).broadcast(node.shape) for x in node.operands)
     axes = max(m, other, key=lambda x: x.mean.size).natural()

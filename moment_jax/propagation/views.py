@@ -1,17 +1,16 @@
 """Operations that move or add entries: views, sums, concatenation, assembly."""
 
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moment_jax.covariance.cross import plus
-from moment_jax.propagation.crosses import covariance
+from moment_jax.propagation.crosses import covariance, joined
 from moment_jax.propagation.errors import refuse
 from moment_jax.propagation.graph import Node, is_random
-from moment_jax.propagation.moments import Base, Moments, as_it_is, as_rows, fresh, taken
+from moment_jax.propagation.moments import Base, Moments, as_rows, fresh, ordered, taken
 from moment_jax.propagation.primitives import VIEWS, evaluate, is_known, moved
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.weights import Weight
@@ -130,11 +129,8 @@ def _assembled(propagator: Propagator, node: Node) -> Moments | None:
     left = [i for i, n in enumerate(node.shape) if n > 1 and i not in (*tokens, *features)]
     tokens, features = (tokens, features) if features else (tokens, tuple(left))
     tokens = tuple(sorted({*tokens, *left} - {*features}))
-    placed = [m.sequence(tokens, features) for m in arrays]
-    mean = placed[0].mean + (as_rows(mean, tokens, features) if mean.ndim else 0)
-    cov = placed[0].cov
-    for i, x in enumerate(placed[1:], 1):
-        crosses = (covariance(propagator, node, y, x) for y in placed[:i])
-        mean, cov = mean + x.mean, cov.add_branch(x.cov, reduce(plus, crosses, None))
+    found = joined(propagator, node, [m.sequence(tokens, features) for m in arrays])
+    if mean.ndim:  # of the certain parts
+        found.mean = found.mean + as_rows(mean, tokens, features)
     propagator.note(node, node.op)
-    return fresh(mean, cov, node.shape, tokens, features, tuple((x, as_it_is) for x in placed))
+    return Moments(found, ordered(node.shape, tokens, features))

@@ -87,8 +87,8 @@ class Weight(View):
         """The belief about a vector along these axes, if the view is constant along all others."""
         rest = tuple(i for i in range(self.ndim) if i not in axes)
         rows = as_rows(self.places, rest, axes)
-        same = (rows == rows[:1]).all() and len(np.unique(rows[0])) == rows.shape[1]
-        return select(self.posterior, rows[0]) if same else None
+        same = (rows == rows[:1]).all()
+        return select(self.posterior, rows[0], repeats=True) if same else None
 
     def affine(self, scale: Any, shift: Any) -> Weight | None:
         """The belief about scale * w + shift, or None if the family cannot express it."""
