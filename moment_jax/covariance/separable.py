@@ -64,7 +64,7 @@ class SeparableCross(NamedTuple):
 
     def shares(self) -> Array:
         """Each token's covariance with the pooled sum of x, in an average over tokens of z, (S,)."""
-        shares = self.pools[1] * pulled(self.pools[0], self.tokens)
+        shares = self.pools[1] * jnp.abs(pulled(self.pools[0], self.tokens))
         return safe_divide(shares, jnp.sum(shares))
 
     def rescale(self, gain: Array) -> "SeparableCross":
@@ -102,9 +102,13 @@ class SeparableCross(NamedTuple):
         """That of the pooled sums is exact; the pattern is an average of both."""
         if self.tokens is other.tokens:
             return self._replace(features=self.features + other.features)
-        left, right = ((x.pools[1] * pulled(x.pools[0], x.tokens)).sum() for x in (self, other))
+        left, right = (jnp.sum(x.pools[1] * pulled(x.pools[0], x.tokens)) for x in (self, other))
         features = left * self.features + right * other.features
-        size, more = (safe_sqrt(jnp.sum(x.features**2)) for x in (self, other))
+        # A pattern and its features may both be negative.
+        size, more = (
+            jnp.sign(n) * safe_sqrt(jnp.sum(f**2))
+            for n, f in ((left, self.features), (right, other.features))
+        )
         tokens = size * self.tokens + more * other.tokens
         return SeparableCross(divided(tokens, size * left + more * right), features, self.pools)
 

@@ -47,9 +47,7 @@ def _between(propagator: Propagator, node: Node, u: Base, v: Base) -> Any:
     if (u, v) not in propagator.crosses:
         if v.parents is None:
             raise _shared(node, v, "no rule tells how it depends on what came before")
-        starts = [x.base.node for x, _ in v.parents]
-        own = weights_of(v.node, starts) if isinstance(v.node, Node) else [v.node]
-        if overlap(own, mine):
+        if overlap(_own(v), mine):
             raise _shared(node, v, "both use the same weights")
         total = None
         for x, carry in v.parents:
@@ -57,6 +55,20 @@ def _between(propagator: Propagator, node: Node, u: Base, v: Base) -> Any:
             total = plus(total, None if given is None else carry(given))
         propagator.crosses[u, v] = total
     return propagator.crosses[u, v]
+
+
+def _own(v: Base) -> list[Any]:
+    """The weights between an array and its parents."""
+    if not isinstance(v.node, Node):
+        return [v.node]
+    parents = {x.base for x, _ in v.parents or ()}
+
+    def before(node: Node) -> list[Node]:
+        known = (n for n in node.origins if n.moments is not None)
+        starts = {n for n in known if n.moments is not None and n.moments.base in parents}
+        return [n for n in node.origins if n not in starts]
+
+    return weights_of(v.node, [], before)
 
 
 def _arranged(node: Node, cross: Any, x: Sequence) -> Any:

@@ -1,29 +1,34 @@
 """Dense layers with any arrangement of axes, arrays that are views of one, biases and gains."""
 
+import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from moment_jax.covariance import Full
 from moment_jax.layers.dense import dense
 from moment_jax.layers.embedding import embedding
 from moment_jax.layers.params import DenseParams
-from moment_jax.posterior import Point
-from moment_jax.propagation.graph import Node, as_weight, is_random
+from moment_jax.posterior import Factorized, FullNormal, Point
+from moment_jax.propagation.graph import Node, as_weight, independent, is_random
 from moment_jax.propagation.moments import (
     Axes,
+    Carry,
     Moments,
     Sequence,
     as_it_is,
     as_rows,
+    entries,
     fresh,
     made,
     taken,
 )
 from moment_jax.propagation.primitives import factors, in_product, is_known, is_view, moved, uniform
 from moment_jax.propagation.propagator import Propagator, rule
-from moment_jax.propagation.regions import probe, sources
+from moment_jax.propagation.regions import BY_ROW, between, probe, sources
 from moment_jax.propagation.weights import Weight, rescaled, select
 
 
@@ -99,13 +104,89 @@ def read_dense(
 
 @rule("dot_general")
 def _dense(propagator: Propagator, node: Node) -> Moments | None:
+    node = _with_kernel(propagator, node)
     found = read_dense(propagator, node)
     if found is None:
-        return None
+        return _over_tokens(propagator, node)
     mean, cov = dense(found.x.mean, found.x.cov, found.layer)
     kernel = found.layer.kernel.mean
     propagator.note(node, "dense", "input and kernel independent")
     return made(mean, cov, found.places, (found.x, lambda cross: cross.map_features(kernel)))
+
+
+def _with_kernel(propagator: Propagator, node: Node) -> Node:
+    """The product with a kernel that is a function of weights alone, such as a normalised one.
+
+    What that function's moments say of the kernel is a belief about it.
+    """
+    for side in (1, 0):
+        kernel = node.operands[side]
+        if len(node.nodes) < 2 or not independent(*node.operands):
+            return node
+        if any(n.op not in {*BY_ROW, "belief"} for n in between(kernel, [])):
+            continue
+        m = propagator.moments(kernel)
+        spread = taken(m.cov.variance(), m.places)
+        posterior: Any = Factorized(m.array(), spread)
+        if propagator.structure is Full:
+            posterior = FullNormal(m.array(), entries(m.cov, m.places))
+        operands = list(node.operands)
+        operands[side] = Weight.of(posterior)
+        return dataclasses.replace(node, operands=tuple(operands))
+    return node
+
+
+def _over_tokens(propagator: Propagator, node: Node) -> Moments | None:
+    """A kernel over the tokens, the same for all features, or a certain one for each group of them."""
+    for side in (0, 1):
+        value, weight = node.operands[side], as_weight(node.operands[1 - side])
+        if weight is None or isinstance(value, Weight):
+            continue
+        own, other = factors(node)[side], factors(node)[1 - side]
+        m = propagator.moments(value)
+        features = m.natural()[1]
+        heads = tuple(i for i in own.batch if m.shape[i] > 1)
+        if set(own.contracted) & set(features) or not set(heads) <= set(features):
+            continue
+        known = isinstance(weight.posterior, Point)
+        rest = tuple(i for i in own.free if i not in features)  # further axes of tokens
+        count = math.prod(m.shape[i] for i in rest)
+        kernels = as_rows(weight.places, other.batch, other.contracted, other.free)
+        if not known and (heads or count > 1):
+            return None
+        features = (*heads, *(i for i in features if i not in heads))
+        x = m.sequence((*rest, *own.contracted), features)
+        if known:
+            weights = taken(weight.posterior.mean, kernels)
+            weights = jnp.kron(jnp.eye(count, dtype=weights.dtype)[None], weights).swapaxes(1, 2)
+            mean, cov, carry = _mixed(x, weights)
+        else:
+            kernel = select(weight.posterior, kernels[0])
+            if kernel is None:
+                return None
+            weights = kernel.mean.T[None]
+            mean, cov, carry = _mixed(x, weights)
+            cov = cov.add(x.cov.token_noise(x.mean, kernel))
+        # The result has the axes of the batch, of the value and of the kernel, in this order.
+        shape = [m.shape[i] for i in rest], [node.shape[-1]], [m.shape[i] for i in features]
+        new = math.prod(np.shape(node.operands[1 - side])[i] for i in other.free)
+        axes = (*rest, -1, *features)
+        entries = np.arange(mean.size).reshape([*shape[0], new, *shape[2]])
+        order = [axes.index(i) for i in (*heads, *own.free, -1)]
+        propagator.note(node, "tokens mixed", "" if known else "input and kernel independent")
+        return made(mean, cov, in_product(node, side, entries.transpose(order)), (x, carry))
+    return None
+
+
+def _mixed(x: Sequence, weights: Array) -> tuple[Array, Any, Carry]:
+    """Moments of weights_h @ x_h, weights (H, U, T), for each of H groups of features."""
+    if len(weights) == 1:
+        mapping = weights[0]
+        cov = x.cov.map_tokens(mapping)
+        return mapping @ x.mean, cov, lambda cross: cross.map_tokens(mapping)
+    groups = x.mean.reshape(len(x.mean), len(weights), -1)
+    mean = jnp.einsum("hut,thk->uhk", weights, groups).reshape(-1, x.mean.shape[1])
+    return mean, x.cov.map_heads(weights), lambda cross: cross.map_heads(weights)
 
 
 @rule("gather")

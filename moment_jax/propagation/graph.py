@@ -176,6 +176,10 @@ class Recorder:
             return self._branch(eqn, operands)
         if name == "scan":
             return self._unrolled(eqn, operands)
+        if name == "select_n":
+            apart = self._slope_apart(eqn, operands)
+            if apart is not None:
+                return apart
         if name == "stack":
             return [self._stacked(operands, eqn, eqn.params["axis"])]
         by_patches = as_patches(eqn)
@@ -327,6 +331,29 @@ class Recorder:
                 )
         ys = [[stacked[i][j] for i in steps] for j in range(len(eqn.outvars) - carry)]
         return [*state, *(self._stacked(rows, eqn) for rows in ys)]
+
+    def _slope_apart(self, eqn: Any, operands: list[Value]) -> list[Value] | None:
+        """PReLU's where(x > 0, x, a x) as where(x > 0, x, 0) + a where(x > 0, 0, x), else None."""
+        condition, *cases = operands
+        for i, case in enumerate(cases):
+            if not isinstance(condition, Node) or not isinstance(case, Node) or case.op != "mul":
+                continue
+            for x, slope in (case.operands, case.operands[::-1]):
+                known = isinstance(slope, Node) or uniform(slope) is not None
+                if not isinstance(x, Node) or known or x.shape != case.shape:
+                    continue
+
+                def fn(condition: Array, other: Array, x: Array, slope: Array, i: int = i) -> Array:
+                    of_x, rest = (
+                        jax.lax.select_n(
+                            condition, *((y, jnp.zeros_like(y))[:: 1 if j == 0 else -1])
+                        )
+                        for y, j in ((x, i), (other, 1 - i))
+                    )
+                    return of_x * slope + rest
+
+                return self._applied(fn, [condition, cases[1 - i], x, slope], eqn)
+        return None
 
     def _looped(self, eqn: Any, consts: Any, state: list[Value], over: Any) -> Node | None:
         """All steps of a scan but the first as one loop, if that is possible.

@@ -1,26 +1,107 @@
-"""Products of two random arrays, such as gates."""
+"""Products, quotients, maxima and comparisons of two random arrays, with the covariance of both."""
 
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from moment_jax import expectations
 from moment_jax.propagation.crosses import covariance
 from moment_jax.propagation.graph import Node, is_random
-from moment_jax.propagation.moments import Moments, fresh
+from moment_jax.propagation.jumps import with_jumps
+from moment_jax.propagation.moments import Axes, Moments, Sequence, as_rows, fresh
 from moment_jax.propagation.propagator import Propagator, rule
 
 
-@rule("mul")
-def _product(propagator: Propagator, node: Node) -> Moments | None:
-    """Moments to second order in the noise, with the covariance of both factors."""
-    if not all(map(is_random, node.operands)):
-        return None
-    m, other = (propagator.moments(x).broadcast(node.shape) for x in node.operands)
+class _Pair(NamedTuple):
+    """Two jointly Gaussian arrays as sequences."""
+
+    a: Sequence
+    b: Sequence
+    cross: Any  # Cov[a, b]
+    axes: tuple[Axes, Axes]
+
+    def weighted(self, p: Any, q: Any) -> Any:
+        """The covariance of p a + q b, p and q (T, D)."""
+        cross = self.cross
+        if cross is not None:
+            cross = cross.rescale(q).T.rescale(p).T
+        return self.a.cov.rescale(p).add_branch(self.b.cov.rescale(q), cross)
+
+    def result(self, node: Node, mean: Array, cov: Any, p: Array, q: Array) -> Moments:
+        """An array that is p a + q b to first order."""
+        parents = (self.a, lambda c: c.rescale(p)), (self.b, lambda c: c.rescale(q))
+        return fresh(mean, cov, node.shape, *self.axes, parents)
+
+
+def _pair(propagator: Propagator, node: Node, operands: Any) -> _Pair:
+    m, other = (propagator.moments(x).broadcast(node.shape) for x in operands)
     axes = max(m, other, key=lambda x: x.mean.size).natural()
     a, b = m.sequence(*axes), other.sequence(*axes)
-    cross = covariance(propagator, node, a, b)
-    by_a, by_b, by_both = a.cov.rescale(b.mean), b.cov.rescale(a.mean), None
-    mean = a.mean * b.mean
-    if cross is not None:
-        mean = mean + cross.own()
-        by_both = cross.rescale(a.mean).T.rescale(b.mean).T
-    cov = by_a.add_branch(by_b, by_both).add(a.cov.hadamard(b.cov, cross))
+    return _Pair(a, b, covariance(propagator, node, a, b), axes)
+
+
+@rule("mul", "div")
+def _product(propagator: Propagator, node: Node) -> Moments | None:
+    """Moments to second order in the noise; a quotient is a product with the reciprocal's moments."""
+    if not all(map(is_random, node.operands)):
+        return None
+    pair = _pair(propagator, node, node.operands)
+    a, b, cross, _ = pair
+    other, other_cov, slope = b.mean, b.cov, jnp.ones_like(b.mean)
+    if node.op == "div":
+        moments = expectations.elementwise(lambda x: 1 / x, b.mean, b.cov.variance())
+        other, other_cov, slope = moments.mean, b.cov.elementwise(moments), moments.gain
+        cross = None if cross is None else cross.rescale(slope)
+    mean = a.mean * other if cross is None else a.mean * other + cross.own()
+    cov = pair._replace(b=dataclasses.replace(b, cov=other_cov), cross=cross).weighted(
+        other, a.mean
+    )
+    cov = cov.add(a.cov.hadamard(other_cov, cross))
     propagator.note(node, "product", "factors independent" if cross is None else "")
-    parents = (a, lambda c: c.rescale(b.mean)), (b, lambda c: c.rescale(a.mean))
-    return fresh(mean, cov, node.shape, *axes, parents)
+    return pair.result(node, mean, cov, other, a.mean * slope)
+
+
+@rule("max", "min")
+def _larger(propagator: Propagator, node: Node) -> Moments | None:
+    """B + relu(a - b), or b - relu(b - a), by the moments of the difference (Clark)."""
+    pair, sign = _pair(propagator, node, node.operands), 1 if node.op == "max" else -1
+    one = jnp.ones_like(pair.a.mean)
+    difference = pair.weighted(one, -one)
+    moments = expectations.rectified(sign * (pair.a.mean - pair.b.mean), difference.variance())
+    gain = moments.gain
+    left = moments.variance - gain**2 * difference.variance()
+    rest = moments._replace(variance=left, gain=jnp.zeros_like(gain))
+    cov = pair.weighted(gain, 1 - gain).add(difference.elementwise(rest))
+    propagator.note(node, "maximum" if sign > 0 else "minimum", "operands jointly Gaussian")
+    return pair.result(node, pair.b.mean + sign * moments.mean, cov, gain, 1 - gain)
+
+
+@rule("gt", "ge", "lt", "le")
+def _compared(propagator: Propagator, node: Node) -> Moments | None:
+    """One where the difference is positive, zero elsewhere."""
+    pair, sign = _pair(propagator, node, node.operands), 1 if node.op in ("gt", "ge") else -1
+    one = jnp.ones_like(pair.a.mean)
+    difference = pair.weighted(one, -one)
+    at = sign * (pair.a.mean - pair.b.mean)
+    moments = with_jumps(at, difference.variance(), [], [0.0], 0.0, [(0.0, 1.0)])
+    propagator.note(node, "comparison", "operands jointly Gaussian")
+    gain = sign * moments.gain
+    return pair.result(node, moments.mean, difference.elementwise(moments), gain, -gain)
+
+
+@rule("select_n")
+def _chosen(propagator: Propagator, node: Node) -> Moments | None:
+    """By a certain condition that is not known while tracing."""
+    condition, *cases = node.operands
+    if is_random(condition) or len(cases) != 2 or np.shape(condition) != tuple(node.shape):
+        return None
+    pair = _pair(propagator, node, cases[::-1])
+    chosen = as_rows(condition, *pair.axes)
+    p = chosen.astype(pair.a.mean.dtype)
+    propagator.note(node, "select_n", "operands jointly Gaussian")
+    return pair.result(
+        node, jnp.where(chosen, pair.a.mean, pair.b.mean), pair.weighted(p, 1 - p), p, 1 - p
+    )

@@ -45,6 +45,7 @@ class Propagator:
     unrolls: bool = False  # whether loops are unrolled, for a receipt
     repeats: Repeats = dataclasses.field(default_factory=dict)  # of certain arrays
     longest: int = 1  # tokens of the longest sequence
+    bases: dict[Any, Base] = dataclasses.field(default_factory=dict)  # of weights
     crosses: dict[tuple[Base, Base], Any] = dataclasses.field(default_factory=dict)
 
     def run(self, one_pass: Callable[["Propagator"], Moments]) -> Moments:
@@ -60,11 +61,16 @@ class Propagator:
                 self.unrolls = True  # what a loop cannot carry, its operations one by one may
             self.steps.clear()
             self.known.clear()
+            self.bases.clear()
 
     def moments(self, value: Value) -> Moments:
         """Moments of a node, a weight or a certain array."""
         if isinstance(value, Weight):
-            return value.moments(self.structure, self.landmarks)
+            # Views of the same entries are views of one array.
+            key = id(value.posterior), np.unique(value.places).tobytes()
+            if key not in self.bases:
+                self.bases[key] = value.base(self.structure, self.landmarks)
+            return Moments(self.bases[key], value.places)
         if not isinstance(value, Node):
             return self.certain(value, by_last_axis(np.ndim(value))[1])
         if value.moments is None:

@@ -22,7 +22,7 @@ from moment_jax.posterior import (
     Posterior,
     Reshaped,
 )
-from moment_jax.propagation.moments import Axes, Base, Moments, View, as_rows, taken
+from moment_jax.propagation.moments import Axes, Base, View, as_rows, taken
 from moment_jax.propagation.primitives import is_known, uniform
 
 
@@ -109,8 +109,8 @@ class Weight(View):
         moved = Weight.of(Factorized(mean, variance))
         return dataclasses.replace(moved, root=self.origin, rows=self.rows)
 
-    def moments(self, structure: type[Covariance], landmarks: int | None) -> Moments:
-        """Moments of the view as a random array."""
+    def base(self, structure: type[Covariance], landmarks: int | None) -> Base:
+        """The belief's whole array as a random sequence."""
         posterior = self.posterior
         mean = jnp.reshape(posterior.mean, (-1, (posterior.shape or (1,))[-1]))
         if isinstance(posterior, Point):
@@ -123,7 +123,7 @@ class Weight(View):
             cov = structure.project(posterior.dense_cov())
         else:
             cov = structure.independent(jnp.reshape(posterior.marginal_variance(), mean.shape))
-        return Moments(Base(mean, cov.at_landmarks(landmarks), (), self), self.places)
+        return Base(mean, cov.at_landmarks(landmarks), (), self)
 
 
 def overlap(left: Iterable[Weight], right: Iterable[Weight]) -> bool:

@@ -11,7 +11,6 @@ from moment_jax.covariance.token_gram import (
     diagonal_of,
     nystroem,
     product,
-    pulled,
     right_scaled,
     row_sums,
     total,
@@ -78,8 +77,8 @@ def norm(
     features = agreeing(summed, tokens, pool)
 
     def carry(cross: SeparableCross) -> SeparableCross:
-        before, weighed = cross.features, pulled(cross.pools[0], cross.tokens)
-        shares = (cross.pools[1] * weighed)[:, None] * inverse
+        before = cross.features
+        shares = cross.shares()[:, None] * inverse
         centred = before - jnp.mean(before, axis=1, keepdims=True) if centres else before
         along = (shares * (normal @ before.T)).T @ normal / d
         after = jnp.sum(shares) * centred - along
