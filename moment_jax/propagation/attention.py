@@ -20,7 +20,7 @@ from moment_jax.propagation import regions
 from moment_jax.propagation.crosses import joined
 from moment_jax.propagation.dense import Projection, projection
 from moment_jax.propagation.graph import Node, as_weight, weights_in
-from moment_jax.propagation.moments import Base, Moments, as_rows, made, ordered
+from moment_jax.propagation.moments import Base, Moments, as_rows, made, ordered, taken
 from moment_jax.propagation.primitives import factors, in_product, is_known, is_view, moved
 from moment_jax.propagation.propagator import Pooled, Propagator, pattern
 from moment_jax.propagation.weights import Weight, overlap, select
@@ -119,10 +119,17 @@ def _moments(
     (query, key, value), (mask, level, lost, even) = core.parts, core.rows
     x, source = query.x, key.x
     own = x.mean is source.mean
-    if own and propagator.pool is None and mask is not None and isinstance(x.cov, Separable):
+    sees_as_seen = is_known(mask) and mask.ndim == 2 and np.array_equal(mask, np.transpose(mask))
+    if (
+        own
+        and not sees_as_seen
+        and propagator.pool is None
+        and mask is not None
+        and isinstance(x.cov, Separable)
+    ):
         zeros = type(source.cov).zeros(source.cov.shape, source.cov.dtype)
         raise Pooled(pool_seen(zeros, mask).pool)
-    seen = pool_seen(source.cov, mask, memory=not own)
+    seen = source.cov if sees_as_seen else pool_seen(source.cov, mask, memory=not own)
     cov = seen if own else x.cov
     repeated = any(len(np.unique(c)) < c.size for c in core.columns)
     layers = [p.params(c) for p, c in zip(core.parts, core.columns, strict=True)]
@@ -293,9 +300,9 @@ def _read(
     zero = np.zeros(scores.shape, scores.dtype)
     x = np.random.default_rng(0).normal(size=scores.shape)
     seen = (regions.probe(weights, scores, s, regions.stand_in) for s in (zero, x))
-    flat, noisy = (values.ravel()[at_weights] for values in seen)
+    flat, noisy = (taken(values, at_weights) for values in seen)
     by_scores = _rows(flat, noisy)
-    used, noisy = x.ravel()[at_scores], np.where(np.isnan(noisy), 1 / noisy.shape[-1], noisy)
+    used, noisy = taken(x, at_scores), np.where(np.isnan(noisy), 1 / noisy.shape[-1], noisy)
     if by_scores.level is not None:  # known to be: no scores there
         used = np.where(by_scores.level[:, None], 0, used)
     allowed = by_scores.mask
@@ -310,7 +317,7 @@ def _read(
     found = [regions.compute([weights], {scores: s})[0] for s in (zero, x.astype(zero.dtype))]
     rows = by_scores
     if not all(map(is_known, found)):
-        rows = _rows(*(y.reshape(-1)[at_weights] for y in found))
+        rows = _rows(*(taken(y, at_weights) for y in found))
         if _same_for_all(propagator, weights, scores, at_scores):
             rows = rows._replace(mask=rows.mask[0, :1])
     elif allowed.all():
@@ -403,18 +410,28 @@ def _find_layout(
     query, key, first = (rt, lt, r_first) if swapped else (lt, rt, l_first)
     heads, head = np.unique(first, return_inverse=True)
     head = head.reshape(first.shape)
-    shape = len(heads), len(np.unique(query)), at.shape[-1]
-    if np.prod(shape) != at.size or key.max() >= shape[2] or query.max() >= shape[1]:
+    # A batch of sequences is one sequence, in which each looks at its own tokens: -1 elsewhere.
+    shape = len(heads), len(np.unique(query)), len(np.unique(key))
+    full = shape[0] * shape[1] * at.shape[-1] == at.size and shape[2] % at.shape[-1] == 0
+    if not full or key.max() >= shape[2] or query.max() >= shape[1]:
         return None
     table = np.full(shape, -1)
     table[head, query, key] = np.arange(at.size).reshape(at.shape)
     # Every weight has a place; rows are those of a query, and columns those of a key and a value.
     value_tokens, value_columns = value.decoded(other.batch, other.contracted, other.free)
     by_row = (head == head[..., :1]) & (query == query[..., :1])
-    by_key = (key == key[:1, :1]).all() and (value_tokens == key[0, 0][:, None]).all()
-    if (table < 0).any() or not by_row.all() or not by_key:
+    by_key = (key == key[:, :1]).all() and (value_tokens == key[:, 0][:, :, None]).all()
+    if (
+        (table >= 0).sum() != at.size
+        or not by_row.all()
+        or not by_key
+        or (table[:, 0, 0] < 0).any()
+    ):
         return None
     pick = np.unravel_index(table[:, 0, 0], at.shape)  # an entry of each head
+    own_columns = value_columns[pick[0], pick[2]][head[:, 0, 0]]
+    if (value_columns != own_columns[:, None]).any():
+        return None
     l_columns, r_columns = (c[batch[pick], i[pick]] for c, i in zip((lc, rc), rows, strict=True))
     columns = (r_columns, l_columns) if swapped else (l_columns, r_columns)
     width = value_columns.shape[-1]
@@ -422,4 +439,5 @@ def _find_layout(
     output = in_product(node, side, output)
     parts = (right, left, value) if swapped else parts
     core = Core(parts, (*columns, value_columns[pick[0], pick[2]]), output)
-    return core, at.ravel()[table], entry.ravel()[table]
+    places = (np.where(table < 0, -1, x.ravel()[table]) for x in (at, entry))
+    return core, *places

@@ -62,13 +62,12 @@ def _own(v: Base) -> list[Any]:
     if not isinstance(v.node, Node):
         return [v.node]
     parents = {x.base for x, _ in v.parents or ()}
+    starts = {base.node for base in parents}
 
     def before(node: Node) -> list[Node]:
-        known = (n for n in node.origins if n.moments is not None)
-        starts = {n for n in known if n.moments is not None and n.moments.base in parents}
-        return [n for n in node.origins if n not in starts]
+        return [n for n in node.origins if n.moments is None or n.moments.base not in parents]
 
-    return weights_of(v.node, [], before)
+    return weights_of(v.node, starts, before)
 
 
 def _arranged(node: Node, cross: Any, x: Sequence) -> Any:

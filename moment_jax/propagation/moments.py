@@ -190,12 +190,13 @@ def as_rows(array: Any, *groups: Axes) -> Any:
     return array.transpose(*rest, *named).reshape(size)
 
 
-def taken(array: Array, places: np.ndarray) -> Array:
+def taken(array: Any, places: np.ndarray) -> Any:
     """Entries at these flat places; zero at place -1."""
     if np.array_equal(places.ravel(), np.arange(array.size)):
         return array.reshape(places.shape)
     values = array.reshape(-1)[np.maximum(places, 0)]
-    return jnp.where(places < 0, 0, values) if (places < 0).any() else values
+    xp: Any = np if isinstance(array, np.ndarray) else jnp  # known while tracing
+    return xp.where(places < 0, 0, values) if (places < 0).any() else values
 
 
 def _changes(values: np.ndarray, axis: int) -> bool:
