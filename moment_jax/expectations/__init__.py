@@ -7,7 +7,7 @@ functions take one row of scores; use `jax.vmap` for a batch.
 
 from moment_jax.expectations.gelu import gelu
 from moment_jax.expectations.moments import ElementwiseMoments
-from moment_jax.expectations.quadrature import elementwise
+from moment_jax.expectations.quadrature import elementwise, resolving
 from moment_jax.expectations.rectified import piecewise_linear, rectified
 from moment_jax.expectations.softmax import (
     SoftmaxExpansion,
@@ -32,6 +32,7 @@ __all__ = [
     "masked_softmax",
     "piecewise_linear",
     "rectified",
+    "resolving",
     "softmax_expansion",
     "softmax_jacobian",
     "softmax_mean",

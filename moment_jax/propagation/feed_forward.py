@@ -12,6 +12,7 @@ from moment_jax.propagation.branches import through_layer
 from moment_jax.propagation.dense import projection, read_dense
 from moment_jax.propagation.elementwise import recognised
 from moment_jax.propagation.graph import Node, independent
+from moment_jax.propagation.jumps import Pieces
 from moment_jax.propagation.moments import Moments
 from moment_jax.propagation.propagator import Propagator, pattern
 from moment_jax.propagation.regions import univariate
@@ -24,7 +25,7 @@ def _feed_forward(propagator: Propagator, node: Node) -> Moments | None:
         return None
     for value in node.nodes:
         found = univariate(value)
-        hidden = None if found is None else projection(propagator, found[0])
+        hidden = None if found is None else projection(propagator, found.source)
         if found is None or hidden is None or hidden.turn is not None:
             continue
         x, (d, width) = hidden.x, hidden.layer.kernel.shape
@@ -38,8 +39,8 @@ def _feed_forward(propagator: Propagator, node: Node) -> Moments | None:
             continue
         if output.layer.kernel.shape[1] != d or width < d:
             continue
-        name, transform = recognised(found[1], x.mean.dtype, value)
-        if transform is None:
+        name, transform, _ = recognised(found, x.mean.dtype, value)
+        if isinstance(transform, Pieces):
             continue
         rule = partial(
             rules_of(x.cov).feed_forward,

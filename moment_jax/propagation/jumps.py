@@ -1,9 +1,8 @@
-"""Piecewise linear functions that jump, such as comparisons: where they do, and their moments."""
+"""Piecewise linear functions, also those that jump: where they bend and jump, and their moments."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,51 +12,113 @@ from jax.scipy.stats import norm
 
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt
 from moment_jax.expectations import ElementwiseMoments
+from moment_jax.propagation.regions import BENDING, Univariate
 
-JUMPING = {
-    "ceil", "eq", "floor", "ge", "gt", "is_finite", "le", "lt", "ne", "not",
-    "rem", "round", "select_n", "sign",
-}  # fmt: skip
+_MOST = 32  # places at which a function bends or jumps
 _FAR = 40.0  # standardised; the density is zero there
 
 
-def jumps(fn: Callable[[Array], Array], points: np.ndarray, dtype: jnp.dtype) -> np.ndarray:
-    """Where a function jumps between neighbouring points, and its values on both sides, (N, 3)."""
-    operations = jax.make_jaxpr(fn)(jnp.zeros((), dtype)).eqns
-    results = [x.outvars[0].aval.dtype for x in operations]
-    floating = [jnp.issubdtype(found, jnp.floating) for found in results]
-    names = {x.primitive.name for x in operations}
-    if not names & JUMPING and all(floating):
-        return np.zeros((0, 3))
-    # Some operations may be less precise.
-    kinds = [dtype, jnp.float32, *itertools.compress(results, floating)]
-    coarse = 1e3 * max(float(jnp.finfo(kind).eps) for kind in kinds)
-    eps = float(jnp.finfo(dtype).eps)
+class Pieces(NamedTuple):
+    """A piecewise linear function: a continuous one and steps.
 
-    @jax.jit
-    def bisected(low: Array, high: Array) -> tuple[Array, ...]:
-        def step(_: int, ends: tuple[Array, ...]) -> tuple[Array, ...]:
-            low, high, at_low, at_high = ends
-            middle = low + 0.5 * (high - low)
-            at = jax.vmap(fn)(middle)
-            left = jnp.abs(at - at_low) > jnp.abs(at_high - at)
-            return (
-                jnp.where(left, low, middle), jnp.where(left, middle, high),
-                jnp.where(left, at_low, at), jnp.where(left, at, at_high),
-            )  # fmt: skip
+    The first three are those of `expectations.piecewise_linear`; without bends, `value` is that at zero.
+    """
 
-        return jax.lax.fori_loop(0, 60, step, (low, high, *(jax.vmap(fn)(x) for x in (low, high))))
+    bends: list[float]
+    slopes: list[float]
+    value: float
+    steps: list[tuple[float, float]]  # the place and height of each jump
 
+
+def at(fn: Callable[[Array], Array], x: Any, found: Univariate, dtype: jnp.dtype) -> np.ndarray:
+    """A function's values at numbers of the source's precision."""
     with jax.ensure_compile_time_eval():
-        ends = bisected(jnp.asarray(points[:-1], dtype), jnp.asarray(points[1:], dtype))
-        low, high, before, after = (np.asarray(x, float) for x in ends)
-        found = np.abs(after - before) > coarse * (1 + np.abs(before) + np.abs(after))
-        at = (low[found] + high[found]) / 2
-        at = np.where(np.abs(at) < eps, 0.0, at)
-        # Not at the point itself, whose value may be either.
-        beside = at + 4 * eps * np.array([[-1.0], [1.0]]) * (1 + np.abs(at))
-        before, after = np.asarray(jax.vmap(jax.vmap(fn))(jnp.asarray(beside, dtype)), float)
-    return np.stack([at, before, after], 1)
+        padded = np.resize(x, -(-len(x) // 256) * 256)  # of one shape, for which operations compile once
+        padded = jnp.asarray(jnp.asarray(padded, found.source.dtype), dtype)
+        return np.asarray(jax.vmap(fn)(padded), float)[: len(x)]
+
+
+def breaks(found: Univariate, dtype: jnp.dtype) -> np.ndarray | None:
+    """Where a function bends or jumps, in order; None if at more places than `_MOST`.
+
+    There one of its comparisons, steps or bends changes sides. This shows between points far apart too,
+    where the function itself would show nothing.
+    """
+    if not found.operations & BENDING:
+        return np.zeros(0)
+    eps = _resolution(found, dtype)
+    x = np.geomspace(1e-4, 1e4, 120)
+    x = at(lambda x: x, np.concatenate([-x[::-1], [0.0], x]), found, dtype)
+    sides = at(found.sides, x, found, dtype)
+    while True:
+        changed = (sides[1:] != sides[:-1]).any(1)
+        wide = np.diff(x) > 2 * eps * (np.abs(x[1:]) + 1e-3)
+        cells = np.flatnonzero(changed & wide)
+        if len(cells) > 2 * _MOST:
+            return None
+        if not len(cells):
+            break
+        middle = at(lambda x: x, (x[cells] + x[cells + 1]) / 2, found, dtype)
+        new = at(found.sides, middle, found, dtype)
+        x, order = np.unique(np.concatenate([x, middle]), return_index=True)
+        sides = np.concatenate([sides, new])[order]
+    places = ((x[1:] + x[:-1]) / 2)[changed]
+    places = np.where(np.abs(places) < 2e-3 * eps, 0.0, places)
+    apart = np.diff(places, prepend=-np.inf) > 16 * eps * (np.abs(places) + 1e-3)
+    return places[apart] if apart.sum() <= _MOST else None
+
+
+def pieces_of(found: Univariate, places: np.ndarray, dtype: jnp.dtype) -> Pieces | None:
+    """The pieces of a function that is linear between these places, or None."""
+    close = min(1e3 * found.eps, 0.02)
+    x: Any = []  # points of each piece, first next to one of its ends
+    for low, high in pairwise([-np.inf, *places, np.inf]):
+        end = max([1.0, *(abs(t) for t in (low, high) if np.isfinite(t))])
+        away = np.geomspace(1e-3, 1e4, 16) * end
+        if np.isfinite(low) and np.isfinite(high):
+            x.append(low + (high - low) * np.linspace(0.02, 0.98, 16))
+        elif np.isfinite(high) or np.isfinite(low):
+            x.append(low + away if np.isfinite(low) else high - away)
+        else:
+            x.append(np.concatenate([[0.0], -away[::2], away[1::2]])[:16])
+    x = at(lambda x: x, np.concatenate(x), found, dtype)
+    y = at(found.fn, x, found, dtype).reshape(-1, 16)
+    x = x.reshape(-1, 16)
+    slope = (y[:, -1] - y[:, 0]) / (x[:, -1] - x[:, 0])
+    steep = np.abs(slope).max()
+    line = y[:, :1] + slope[:, None] * (x - x[:, :1])
+    size = np.abs(y[:, :1]) + steep * (np.abs(x) + np.abs(x[:, :1]))
+    if not np.isfinite(y).all() or (np.abs(y - line) > close * size).any():
+        return None
+    slope = np.where(np.abs(slope) <= close * steep, 0.0, slope)
+
+    def value(i: int, t: float) -> float:
+        return float(y[i, 0] + slope[i] * (t - x[i, 0]))
+
+    bends, slopes, steps = [], [float(slope[0])], []
+    for i, t in enumerate(map(float, places)):
+        before, after = value(i, t), value(i + 1, t)
+        if abs(after - before) > close * (abs(before) + abs(after) + steep * (abs(t) + 1e-3)):
+            steps.append((t, after - before))
+        if abs(slope[i + 1] - slopes[-1]) > close * steep:
+            bends.append(t)
+            slopes.append(float(slope[i + 1]))
+    return Pieces(bends, slopes, value(0, bends[0] if bends else 0.0), steps)
+
+
+def jumps_at(found: Univariate, places: np.ndarray | None, dtype: jnp.dtype) -> bool:
+    """Whether a function jumps at one of these places, or may at too many to tell."""
+    if places is None:
+        return not found.operations.isdisjoint(BENDING - {"abs", "clamp", "max", "min"})
+    beside = 4 * _resolution(found, dtype) * (1 + np.abs(places))
+    before, after = at(found.fn, np.concatenate([places - beside, places + beside]), found, dtype).reshape(2, -1)
+    close = min(1e3 * found.eps, 0.02)
+    return bool((np.abs(after - before) > close * (1 + np.abs(before) + np.abs(after))).any())
+
+
+def _resolution(found: Univariate, dtype: jnp.dtype) -> float:
+    """Relative distance of the numbers at which a function is evaluated."""
+    return max(float(jnp.finfo(kind).eps) for kind in (found.source.dtype, dtype))
 
 
 def with_jumps(
