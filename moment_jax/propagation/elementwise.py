@@ -31,8 +31,13 @@ def _univariate(propagator: Propagator, node: Node) -> Moments | None:
         return None
     # The logarithm of a probability is nearer to Gaussian than the probability.
     logs = log_probabilities(propagator, found.source) if "log" in found.operations else None
+    if logs is not None:
+        of_log = found.after(jnp.exp, "exp")
+        if np.isfinite(at(of_log.fn, np.linspace(-3, 3, 64), found, logs.mean.dtype)).all():
+            found = of_log
+        else:  # such as log(1 - p)
+            logs = None
     x = (propagator.moments(found.source) if logs is None else logs).sequence()
-    found = found if logs is None else found.after(jnp.exp, "exp")
     mean, cov = x.mean, x.cov
     name, transform, assumes = recognised(found, mean.dtype, node)
     if isinstance(transform, Pieces):
@@ -74,10 +79,12 @@ def recognised(
             return "piecewise linear", lambda m, v: fn(m, v, bends, slopes, value), gaussian
     if jumps_at(found, places, dtype):
         raise refuse("a function that jumps", node.source, register(node))
-    num_nodes, width = expectations.resolving(found.fn, dtype)
+    bends = not found.operations.isdisjoint(BENDING)
+    num_nodes, width = expectations.resolving(found.fn, dtype, bends)
     if num_nodes is None:
         return "quadrature", functools.partial(_quadrature, found.fn), gaussian
-    quadrature = functools.partial(expectations.elementwise, found.fn, num_nodes=num_nodes)
+    options = {"num_nodes": num_nodes, "bends": bends}
+    quadrature = functools.partial(expectations.elementwise, found.fn, **options)
     if width < 1:
         gaussian += f", of sd up to {width:g}: beyond it the function is too narrow"
     return "quadrature", quadrature, gaussian

@@ -123,7 +123,7 @@ def _normalized(propagator: Propagator, node: Node, x: Sequence, kind: Normaliza
 
 def _reduced_sources(node: Node) -> Iterator[tuple[Node, Axes]]:
     """Dominators of the same shape, or reduced to it, with the axes that are reduced in between."""
-    if node.op not in ("mul", "div", "sub", "add", "log"):
+    if node.op not in ("mul", "div", "sub", "add", "exp", "log"):
         return
     reduced: list[Node] = []
 
