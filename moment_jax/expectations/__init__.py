@@ -1,14 +1,14 @@
 """Gaussian expectations of plain arrays: moments of nonlinear functions of Gaussian variables.
 
 Elementwise functions return `ElementwiseMoments` (mean, variance, gain, second): `rectified`, `gelu`
-and `piecewise_linear` in closed form, `elementwise` for any smooth function by quadrature. Softmax
+and `piecewise_linear` in closed form, `elementwise` for any other by quadrature. Softmax
 functions take one row of scores; use `jax.vmap` for a batch.
 """
 
 from moment_jax.expectations.gelu import gelu
 from moment_jax.expectations.moments import ElementwiseMoments
 from moment_jax.expectations.quadrature import elementwise, resolving
-from moment_jax.expectations.rectified import piecewise_linear, rectified
+from moment_jax.expectations.rectified import piecewise_linear, rectified, with_jumps
 from moment_jax.expectations.softmax import (
     SoftmaxExpansion,
     expected_softmax_jacobian,
@@ -37,4 +37,5 @@ __all__ = [
     "softmax_jacobian",
     "softmax_mean",
     "softmax_moments",
+    "with_jumps",
 ]

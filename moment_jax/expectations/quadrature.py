@@ -193,8 +193,8 @@ def resolving(fn: ScalarFunction, dtype: jnp.dtype, bends: bool) -> tuple[int | 
     slope = np.diff(y) / np.diff(x)
     inside = np.flatnonzero(np.abs(x) < 8)
     bent = np.abs(np.diff(slope))[inside - 1]
-    means = [i[bent[i - inside[0]].argmax()] for i in np.array_split(inside, 32)]
-    means = x[[*means, *inside[:: len(inside) // 32]]]
+    sharp = [i[bent[i - inside[0]].argmax()] for i in np.array_split(inside, 32)]
+    means = x[[*sharp, *inside[:: len(inside) // 32]]]
 
     def moments(num_nodes: int, sd: float) -> tuple[np.ndarray, ...]:
         """Mean and sd, as `elementwise` has them but for its second Hermite term."""

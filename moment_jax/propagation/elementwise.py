@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from moment_jax.expectations import ElementwiseMoments
 from moment_jax.propagation.branches import through_gain
 from moment_jax.propagation.errors import refuse, register
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.jumps import Pieces, at, breaks, jumps_at, pieces_of, with_jumps
+from moment_jax.propagation.jumps import Pieces, at, breaks, jumps_at, pieces_of
 from moment_jax.propagation.moments import Moments
 from moment_jax.propagation.normalization import log_probabilities
 from moment_jax.propagation.propagator import Propagator, pattern
@@ -70,7 +69,7 @@ def recognised(
         if pieces is not None:
             bends, slopes, value, steps = pieces
             if steps:
-                return "steps", lambda m, v: with_jumps(m, v, *pieces), gaussian
+                return "steps", lambda m, v: expectations.with_jumps(m, v, *pieces), gaussian
             if not bends:
                 return "linear", pieces, ""
             if (bends, slopes, value) == ([0.0], [0.0, 1.0], 0.0):
@@ -79,12 +78,13 @@ def recognised(
             return "piecewise linear", lambda m, v: fn(m, v, bends, slopes, value), gaussian
     if jumps_at(found, places, dtype):
         raise refuse("a function that jumps", node.source, register(node))
-    bends = not found.operations.isdisjoint(BENDING)
-    num_nodes, width = expectations.resolving(found.fn, dtype, bends)
+    bent = not found.operations.isdisjoint(BENDING)
+    num_nodes, width = expectations.resolving(found.fn, dtype, bent)
     if num_nodes is None:
         return "quadrature", functools.partial(_quadrature, found.fn), gaussian
-    options = {"num_nodes": num_nodes, "bends": bends}
-    quadrature = functools.partial(expectations.elementwise, found.fn, **options)
+    quadrature = functools.partial(
+        expectations.elementwise, found.fn, num_nodes=num_nodes, bends=bent
+    )
     if width < 1:
         gaussian += f", of sd up to {width:g}: beyond it the function is too narrow"
     return "quadrature", quadrature, gaussian

@@ -158,7 +158,7 @@ def recognised_rows(
         return None
     precision = jnp.finfo(dtype)
     close = float(np.clip(1e3 * precision.eps, 1e-5, 0.05))
-    far = 1e3 if precision.max > 1e9 else 10.0
+    far = 1e3 if float(precision.max) > 1e9 else 10.0
 
     def average(x: np.ndarray) -> np.ndarray:
         return x.mean(-1, keepdims=True)
