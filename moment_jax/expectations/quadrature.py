@@ -177,11 +177,14 @@ def _rule(num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
     return points, weights / weights.sum()
 
 
-def resolving(fn: ScalarFunction, dtype: jnp.dtype, bends: bool) -> tuple[int | None, float]:
-    """How many nodes `elementwise` needs for noise of sd up to 1, and up to which sd they suffice.
+def resolving(
+    fn: ScalarFunction, dtype: jnp.dtype, *, bends: bool = False, eps: float = 0.0
+) -> tuple[int | None, float]:
+    """How many nodes `elementwise` needs for noise of sd up to 2, and up to which sd they suffice.
 
     The least of 16, 64 and 512, by comparison with 1024 nodes at means from -8 to 8: a bend or an
     oscillation narrower than the noise falls between a few. None if fn is not finite everywhere.
+    `eps` is the relative error of its values: noise as narrow as that, and slopes, are not looked at.
     """
     jitter = np.random.default_rng(0).uniform(-4e-4, 4e-4, 2**15)  # so that they have no period
     x, whole = np.linspace(-16, 16, 2**15) + jitter, np.arange(-16.0, 17.0)
@@ -203,16 +206,16 @@ def resolving(fn: ScalarFunction, dtype: jnp.dtype, bends: bool) -> tuple[int | 
         values = np.interp(at, x, y)
         mean = values @ weights
         values = values - mean[:, None]
-        by_slope = sd**2 < _NARROW and not bends
+        by_slope = sd**2 < _NARROW and not bends and eps < 1e-4
         linear = (np.interp(at, x[1:], slope) * sd if by_slope else values * points) @ weights
         return mean, np.sqrt(linear**2 + (values - linear[:, None] * points) ** 2 @ weights)
 
     def suffices(num_nodes: int, sd: float) -> bool:
         found, right = (np.stack(moments(n, sd)) for n in (num_nodes, 1024))
         size = np.maximum(right[1], 0.1 * right[1].max())
-        return bool((np.abs(found - right) <= 0.1 * size + 1e-6 * np.abs(y).max()).all())
+        return bool((np.abs(found - right) <= 0.1 * size + (1e-6 + eps) * np.abs(y).max()).all())
 
-    sds = (0.05, 0.1, 0.2, 0.5, 1.0)
+    sds = [sd for sd in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0) if sd > 64 * eps]
     for num_nodes in (16, 64, 512):
         good = list(itertools.takewhile(partial(suffices, num_nodes), sds))
         if len(good) == len(sds):

@@ -79,13 +79,13 @@ def recognised(
     if jumps_at(found, places, dtype):
         raise refuse("a function that jumps", node.source, register(node))
     bent = not found.operations.isdisjoint(BENDING)
-    num_nodes, width = expectations.resolving(found.fn, dtype, bent)
+    num_nodes, width = expectations.resolving(found.fn, dtype, bends=bent, eps=found.eps)
     if num_nodes is None:
         return "quadrature", functools.partial(_quadrature, found.fn), gaussian
     quadrature = functools.partial(
         expectations.elementwise, found.fn, num_nodes=num_nodes, bends=bent
     )
-    if width < 1:
+    if width < 2:
         gaussian += f", of sd up to {width:g}: beyond it the function is too narrow"
     return "quadrature", quadrature, gaussian
 

@@ -29,9 +29,8 @@ class Pieces(NamedTuple):
 def at(fn: Callable[[Array], Array], x: Any, found: Univariate, dtype: jnp.dtype) -> np.ndarray:
     """A function's values at numbers of the source's precision."""
     with jax.ensure_compile_time_eval():
-        padded: Any = np.resize(
-            x, -(-len(x) // 256) * 256
-        )  # of one shape, for which operations compile once
+        # Of one shape, for which operations compile once.
+        padded: Any = np.resize(x, -(-len(x) // 256) * 256)
         padded = jnp.asarray(jnp.asarray(padded, found.source.dtype), dtype)
         return np.asarray(jax.vmap(fn)(padded), float)[: len(x)]
 
