@@ -30,28 +30,24 @@ def _univariate(propagator: Propagator, node: Node) -> Moments | None:
         return None
     # The logarithm of a probability is nearer to Gaussian than the probability.
     logs = log_probabilities(propagator, found.source) if "log" in found.operations else None
-    if logs is not None:
-        of_log = found.after(jnp.exp, "exp")
-        if np.isfinite(at(of_log.fn, np.linspace(-3, 3, 64), found, logs.mean.dtype)).all():
-            found = of_log
-        else:  # such as log(1 - p)
-            logs = None
-    x = (propagator.moments(found.source) if logs is None else logs).sequence()
+    of_log = found.after(jnp.exp, "exp")
+    if logs is None or not np.isfinite(at(of_log.fn, np.linspace(-3, 3, 64), found)).all():
+        x = propagator.moments(found.source).sequence()
+    else:  # all but such as log(1 - p)
+        found, x = of_log, logs.sequence()
     mean, cov = x.mean, x.cov
-    name, transform, assumes = recognised(found, mean.dtype, node)
+    name, transform, assumes = recognised(found, node)
     if isinstance(transform, Pieces):
         gain = jnp.full((1, mean.shape[1]), transform.slopes[0], mean.dtype)
         out, out_cov = mean * gain + jnp.asarray(transform.value, mean.dtype), cov.rescale(gain)
     else:
         moments = transform(mean, cov.variance())
         gain, out, out_cov = moments.gain, moments.mean, cov.elementwise(moments)
-    propagator.note(node, name, assumes if logs is None else f"log probabilities Gaussian{assumes}")
+    propagator.note(node, name, assumes)
     return x.changed(out, out_cov, node.shape, through_gain(x, gain, out_cov))
 
 
-def recognised(
-    found: Univariate, dtype: jnp.dtype, node: Node
-) -> tuple[str, Transform | Pieces, str]:
+def recognised(found: Univariate, node: Node) -> tuple[str, Transform | Pieces, str]:
     """The name of the function by which `node` is made, its transform, and what this assumes.
 
     The transform of a linear function is its only piece.
@@ -59,13 +55,13 @@ def recognised(
     gaussian = "its input Gaussian"
     if found.operations <= GELU and not found.operations <= RATIONAL:
         x = np.concatenate([np.linspace(-6, 6, 49), np.geomspace(8, 1e4, 12)])
-        x = at(lambda x: x, np.concatenate([-x, x]), found, dtype)
+        x = at(lambda x: x, np.concatenate([-x, x]), found)
         expected = [t / 2 * math.erfc(-t / math.sqrt(2)) for t in x]
-        if np.allclose(at(found.fn, x, found, dtype), expected, atol=min(32 * found.eps, 0.02)):
+        if np.allclose(at(found.fn, x, found), expected, atol=min(32 * found.eps, 0.02)):
             return "gelu", expectations.gelu, gaussian
-    places = breaks(found, dtype)
+    places = breaks(found)
     if places is not None and found.operations <= RATIONAL | BENDING:
-        pieces = pieces_of(found, places, dtype)
+        pieces = pieces_of(found, places)
         if pieces is not None:
             bends, slopes, value, steps = pieces
             if steps:
@@ -76,10 +72,12 @@ def recognised(
                 return "relu", expectations.rectified, gaussian
             fn = expectations.piecewise_linear
             return "piecewise linear", lambda m, v: fn(m, v, bends, slopes, value), gaussian
-    if jumps_at(found, places, dtype):
+    if jumps_at(found, places):
         raise refuse("a function that jumps", node.source, register(node))
     bent = not found.operations.isdisjoint(BENDING)
-    num_nodes, width = expectations.resolving(found.fn, dtype, bends=bent, eps=found.eps)
+    num_nodes, width = expectations.resolving(
+        found.fn, found.source.dtype, bends=bent, eps=found.eps
+    )
     if num_nodes is None:
         return "quadrature", functools.partial(_quadrature, found.fn), gaussian
     quadrature = functools.partial(

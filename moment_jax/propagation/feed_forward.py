@@ -39,7 +39,7 @@ def _feed_forward(propagator: Propagator, node: Node) -> Moments | None:
             continue
         if output.layer.kernel.shape[1] != d or width < d:
             continue
-        name, transform, _ = recognised(found, x.mean.dtype, value)
+        name, transform, _ = recognised(found, value)
         if isinstance(transform, Pieces):
             continue
         rule = partial(

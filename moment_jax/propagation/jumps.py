@@ -26,16 +26,15 @@ class Pieces(NamedTuple):
     steps: list[tuple[float, float]]  # the place and height of each jump
 
 
-def at(fn: Callable[[Array], Array], x: Any, found: Univariate, dtype: jnp.dtype) -> np.ndarray:
-    """A function's values at numbers of the source's precision."""
+def at(fn: Callable[[Array], Array], x: Any, found: Univariate) -> np.ndarray:
+    """Values of one of the function's parts at numbers of the source's precision."""
     with jax.ensure_compile_time_eval():
-        # Of one shape, for which operations compile once.
-        padded: Any = np.resize(x, -(-len(x) // 256) * 256)
-        padded = jnp.asarray(jnp.asarray(padded, found.source.dtype), dtype)
-        return np.asarray(jax.vmap(fn)(padded), float)[: len(x)]
+        padded = np.resize(x, -(-len(x) // 256) * 256)  # operations compile once for each shape
+        values = jax.vmap(fn)(jnp.asarray(padded, found.source.dtype))
+        return np.asarray(values, float)[: len(x)]
 
 
-def breaks(found: Univariate, dtype: jnp.dtype) -> np.ndarray | None:
+def breaks(found: Univariate) -> np.ndarray | None:
     """Where a function bends or jumps, in order; None if at more places than `_MOST`.
 
     There one of its comparisons, steps or bends changes sides. This shows between points far apart too,
@@ -43,10 +42,10 @@ def breaks(found: Univariate, dtype: jnp.dtype) -> np.ndarray | None:
     """
     if not found.operations & BENDING:
         return np.zeros(0)
-    eps = _resolution(found, dtype)
+    eps = float(jnp.finfo(found.source.dtype).eps)
     x = np.geomspace(1e-4, 1e4, 120)
-    x = at(lambda x: x, np.concatenate([-x[::-1], [0.0], x]), found, dtype)
-    sides = at(found.sides, x, found, dtype)
+    x = at(lambda x: x, np.concatenate([-x[::-1], [0.0], x]), found)
+    sides = at(found.sides, x, found)
     while True:
         changed = (sides[1:] != sides[:-1]).any(1)
         wide = np.diff(x) > 2 * eps * (np.abs(x[1:]) + 1e-3)
@@ -55,8 +54,8 @@ def breaks(found: Univariate, dtype: jnp.dtype) -> np.ndarray | None:
             return None
         if not len(cells):
             break
-        middle = at(lambda x: x, (x[cells] + x[cells + 1]) / 2, found, dtype)
-        new = at(found.sides, middle, found, dtype)
+        middle = at(lambda x: x, (x[cells] + x[cells + 1]) / 2, found)
+        new = at(found.sides, middle, found)
         x, order = np.unique(np.concatenate([x, middle]), return_index=True)
         sides = np.concatenate([sides, new])[order]
     places = ((x[1:] + x[:-1]) / 2)[changed]
@@ -65,21 +64,18 @@ def breaks(found: Univariate, dtype: jnp.dtype) -> np.ndarray | None:
     return places[apart] if apart.sum() <= _MOST else None
 
 
-def pieces_of(found: Univariate, places: np.ndarray, dtype: jnp.dtype) -> Pieces | None:
+def pieces_of(found: Univariate, places: np.ndarray) -> Pieces | None:
     """The pieces of a function that is linear between these places, or None."""
     close = min(1e3 * found.eps, 0.02)
-    x: Any = []  # points of each piece, first next to one of its ends
-    for low, high in pairwise([-np.inf, *places, np.inf]):
-        end = max([1.0, *(abs(t) for t in (low, high) if np.isfinite(t))])
-        away = np.geomspace(1e-3, 1e4, 16) * end
-        if np.isfinite(low) and np.isfinite(high):
-            x.append(low + (high - low) * np.linspace(0.02, 0.98, 16))
-        elif np.isfinite(high) or np.isfinite(low):
-            x.append(low + away if np.isfinite(low) else high - away)
-        else:
-            x.append(np.concatenate([[0.0], -away[::2], away[1::2]])[:16])
-    x = at(lambda x: x, np.concatenate(x), found, dtype)
-    y = at(found.fn, x, found, dtype).reshape(-1, 16)
+    first, last = (places[0], places[-1]) if len(places) else (0.0, 0.0)
+    away = np.geomspace(1e-3, 1e4, 16)
+    x: Any = [
+        first - away * max(1, abs(first))
+    ]  # points of each piece, first next to one of its ends
+    x += [low + (high - low) * np.linspace(0.02, 0.98, 16) for low, high in pairwise(places)]
+    x += [last + away * max(1, abs(last))] if len(places) else []
+    x = at(lambda x: x, np.concatenate(x), found)
+    y = at(found.fn, x, found).reshape(-1, 16)
     x = x.reshape(-1, 16)
     if not np.isfinite(y).all():
         return None
@@ -105,18 +101,13 @@ def pieces_of(found: Univariate, places: np.ndarray, dtype: jnp.dtype) -> Pieces
     return Pieces(bends, slopes, value(0, bends[0] if bends else 0.0), steps)
 
 
-def jumps_at(found: Univariate, places: np.ndarray | None, dtype: jnp.dtype) -> bool:
+def jumps_at(found: Univariate, places: np.ndarray | None) -> bool:
     """Whether a function jumps at one of these places, or may at too many to tell."""
     if places is None:
         return not found.operations.isdisjoint(BENDING - {"abs", "clamp", "max", "min"})
-    beside = 4 * _resolution(found, dtype) * (1 + np.abs(places))
-    before, after = at(
-        found.fn, np.concatenate([places - beside, places + beside]), found, dtype
-    ).reshape(2, -1)
-    close = min(1e3 * found.eps, 0.02)
-    return bool((np.abs(after - before) > close * (1 + np.abs(before) + np.abs(after))).any())
-
-
-def _resolution(found: Univariate, dtype: jnp.dtype) -> float:
-    """Relative distance of the numbers at which a function is evaluated."""
-    return max(float(jnp.finfo(kind).eps) for kind in (found.source.dtype, dtype))
+    # Across a jump a function changes by more than beside it.
+    beside = 4 * found.eps * (1 + np.abs(places))
+    near = np.concatenate([places + i * beside for i in (-3, -1, 1, 3)])
+    a, b, c, d = at(found.fn, near, found).reshape(4, -1)
+    least = min(1e3 * found.eps, 0.02) * (1 + np.abs(b) + np.abs(c))
+    return bool((np.abs(c - b) > least + 2 * (np.abs(b - a) + np.abs(d - c))).any())

@@ -163,12 +163,12 @@ def recognised_rows(
     def average(x: np.ndarray) -> np.ndarray:
         return x.mean(-1, keepdims=True)
 
-    # Different rows at once, of many sizes; a third have an offset, and a third are of one sign.
-    sizes = np.repeat(np.geomspace(1 / far, far, 7), 3)
+    # Different rows at once, of many sizes; a quarter have an offset, and two are of one sign.
+    sizes = np.repeat(np.geomspace(1 / far, far, 7), 4)
     sizes = np.resize(sizes, -(-len(sizes) // shape[0]) * shape[0])
     x = np.random.default_rng(0).normal(size=(len(sizes), shape[1]))
-    x[1::3] += 3
-    x[2::3] = np.abs(x[2::3])
+    x[1::4] += 3
+    x[2::4], x[3::4] = np.abs(x[2::4]), -np.abs(x[3::4])
     x = (x * sizes[:, None]).astype(dtype).astype(float)
     y = np.concatenate([fn(rows) for rows in x.reshape(-1, *shape)]).reshape(len(x), -1)
     known = np.isfinite(y).all(1)  # others overflow
@@ -200,11 +200,10 @@ def recognised_rows(
         if y.shape != x.shape or not power.all():
             continue
         z = (inner / np.sqrt(power))[: shape[0]]
-        factor = float((fn(far * z) * z).mean())
-        if factor == 0 or not np.isfinite(factor):
+        factor, least = (float((fn(size * z) * z).mean()) for size in (far, 1 / far))
+        if not factor * least or not np.isfinite(factor * least):
             continue
-        kept = float((fn(z / far) * z).mean()) / factor
-        epsilon = max(1 / kept**2 - 1, 0.0) / far**2
+        epsilon = max((factor / least) ** 2 - 1, 0.0) / far**2
         factor = 1.0 if abs(factor - 1) < close else factor
         expected = factor * inner / np.sqrt(power + epsilon)
         if like(expected, np.abs(expected).max(1) + 1e-6 * abs(factor)):

@@ -266,7 +266,7 @@ ROWS = {  # normalisations as users write them
 
 
 def logits_of(p):
-    return 2 * p["logits"][:4] - 6 * jnp.arange(4.0)
+    return 0.4 * p["logits"][:4] - 3 * jnp.arange(4.0)
 
 
 FIRST_MASKED = np.tril(np.ones((2, 2), bool)) & np.array([[False], [True]])
@@ -304,8 +304,8 @@ NOISY = {
     "comparison": lambda p, x: 2.0 * (x @ p["w"] < p["bias"][None]),
     "layer norm": lambda p, x: standardized(x[:, :1] + p["down"][:2]),
     # What looks like something simpler, or like nothing, at a few numbers.
-    "softmax of a clip": lambda p, x: jax.nn.softmax(jnp.clip(5 * x @ p["w"], -6, 6)),
-    "narrow step": lambda p, x: jnp.where(0.1 * x @ p["w"] > 0.05, 0.1 * x @ p["w"], 0.0),
+    "softmax of a clip": lambda p, x: jax.nn.softmax(jnp.clip(0.3 * x @ p["w"] + 9, 8.9, 9.1)),
+    "narrow step": lambda p, x: jnp.where(x @ p["w"] > 0.05, x @ p["w"], 0.0),
     "narrow hat": lambda p, x: jnp.maximum(0.0, 1 - jnp.abs(x @ p["w"] - 0.31) / 0.05),
     "narrow bell": lambda p, x: jnp.exp(-jnp.square((x @ p["w"]) / 0.1)),
     "snake": lambda p, x: (lambda y: y + jnp.sin(16 * y) ** 2 / 16)(0.2 * x @ p["w"]),
