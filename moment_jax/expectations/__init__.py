@@ -7,8 +7,8 @@ functions take one row of scores; use `jax.vmap` for a batch.
 
 from moment_jax.expectations.gelu import gelu
 from moment_jax.expectations.moments import ElementwiseMoments
-from moment_jax.expectations.quadrature import elementwise, resolving
-from moment_jax.expectations.rectified import piecewise_linear, rectified, with_jumps
+from moment_jax.expectations.quadrature import elementwise
+from moment_jax.expectations.rectified import piecewise_linear, rectified
 from moment_jax.expectations.softmax import (
     SoftmaxExpansion,
     expected_softmax_jacobian,
@@ -32,10 +32,8 @@ __all__ = [
     "masked_softmax",
     "piecewise_linear",
     "rectified",
-    "resolving",
     "softmax_expansion",
     "softmax_jacobian",
     "softmax_mean",
     "softmax_moments",
-    "with_jumps",
 ]

@@ -11,6 +11,8 @@ from jax import Array
 
 from moment_jax import expectations
 from moment_jax.expectations import ElementwiseMoments
+from moment_jax.expectations.quadrature import resolving
+from moment_jax.expectations.rectified import with_jumps
 from moment_jax.propagation.branches import through_gain
 from moment_jax.propagation.errors import refuse, register
 from moment_jax.propagation.graph import Node
@@ -65,7 +67,7 @@ def recognised(found: Univariate, node: Node) -> tuple[str, Transform | Pieces, 
         if pieces is not None:
             bends, slopes, value, steps = pieces
             if steps:
-                return "steps", lambda m, v: expectations.with_jumps(m, v, *pieces), gaussian
+                return "steps", lambda m, v: with_jumps(m, v, *pieces), gaussian
             if not bends:
                 return "linear", pieces, ""
             if (bends, slopes, value) == ([0.0], [0.0, 1.0], 0.0):
@@ -75,9 +77,7 @@ def recognised(found: Univariate, node: Node) -> tuple[str, Transform | Pieces, 
     if jumps_at(found, places):
         raise refuse("a function that jumps", node.source, register(node))
     bent = not found.operations.isdisjoint(BENDING)
-    num_nodes, width = expectations.resolving(
-        found.fn, found.source.dtype, bends=bent, eps=found.eps
-    )
+    num_nodes, width = resolving(found.fn, found.source.dtype, bends=bent, eps=found.eps)
     if num_nodes is None:
         return "quadrature", functools.partial(_quadrature, found.fn), gaussian
     quadrature = functools.partial(

@@ -8,7 +8,8 @@ import numpy as np
 from jax import Array
 
 from moment_jax.covariance import Full
-from moment_jax.expectations import ElementwiseMoments, rectified, with_jumps
+from moment_jax.expectations import ElementwiseMoments, rectified
+from moment_jax.expectations.rectified import with_jumps
 from moment_jax.propagation.errors import refuse, register
 from moment_jax.propagation.graph import Node, independent, is_random
 from moment_jax.propagation.moments import Axes, Moments, as_rows, entries, fresh

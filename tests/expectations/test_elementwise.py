@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moment_jax.expectations import elementwise, resolving
+from moment_jax.expectations import elementwise
+from moment_jax.expectations.quadrature import resolving
 from tests.expectations.families import FAMILIES, Family, integral
 
 MEANS = (-6.0, -2.5, -0.7, 0.0, 0.4, 1.3, 5.0)
