@@ -1,7 +1,7 @@
 """Gaussian expectations of plain arrays: moments of nonlinear functions of Gaussian variables.
 
 Elementwise functions return `ElementwiseMoments` (mean, variance, gain, second): `rectified`, `gelu`
-and `piecewise_linear` in closed form, `elementwise` for any smooth function by quadrature. Softmax
+and `piecewise_linear` in closed form, `elementwise` for any other by quadrature. Softmax
 functions take one row of scores; use `jax.vmap` for a batch.
 """
 

@@ -1,14 +1,17 @@
-"""Exact moments of continuous piecewise linear functions of a Gaussian: relu, maximum, clip, leaky."""
+"""Exact moments of piecewise linear functions of a Gaussian: relu, maximum, clip, leaky, steps."""
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.scipy.special import erfc
+from jax.scipy.stats import norm
 
+from moment_jax.covariance.numerics import safe_divide, safe_sqrt
 from moment_jax.expectations.moments import ElementwiseMoments, Pair, evaluated
 
 # Standardised means are clipped here: the density is zero in float64 too, and t^2 cannot overflow.
@@ -152,3 +155,56 @@ def piecewise_linear(
     out = out + sum(c * p.mean for c, p in zip(steps, parts, strict=True))
     least = gain**2 * variance + second**2
     return ElementwiseMoments(out, jnp.maximum(total, least), gain, second)
+
+
+def with_jumps(
+    mean: Array, variance: Array, kinks: Sequence[float], slopes: Sequence[float], value: float,
+    steps: Sequence[tuple[float, float]],
+) -> ElementwiseMoments:  # fmt: skip
+    """Moments of a piecewise linear function of x ~ N(m, v): continuous ones plus steps.
+
+    `kinks`, `slopes` and `value` are those of `piecewise_linear`; without kinks, `value` is
+    that at zero. `steps` are pairs, the place and height of each jump. Exact: sums of the moments of the
+    normal distribution truncated to each piece; a step of height c adds c times the density to the gain.
+    """
+    dtype = mean.dtype
+    mean, variance = (x.astype(jnp.promote_types(dtype, jnp.float32)) for x in (mean, variance))
+    scale = safe_sqrt(variance)
+    random = variance > float(jnp.finfo(mean.dtype).tiny) ** (2 / 3)
+    inverse = jnp.where(random, safe_divide(jnp.ones_like(scale), scale), 0)
+
+    def edge(t: float) -> Array:
+        """The place t in units of the noise; all of it lies on one side if there is none."""
+        far = jnp.where(mean > t, -_FAR, _FAR)
+        z = (t - mean) * inverse
+        return jnp.where(random & (jnp.abs(z) < _FAR), z, far)
+
+    where = sorted({*kinks, *(float(t) for t, _ in steps)})
+    edges = [jnp.full_like(mean, -_FAR), *map(edge, where), jnp.full_like(mean, _FAR)]
+    below, density = [norm.cdf(z) for z in edges], [norm.pdf(z) for z in edges]
+    pieces = []  # slope, value at the mean, and the moments of z of order 0, 1 and 2
+    inside: list[Any] = [where[0] - 1, *map(np.mean, pairwise(where)), where[-1] + 1]
+    for i, middle in enumerate(inside):
+        bends = [(c, t) for c, t in zip(np.diff(slopes), kinks, strict=True) if t < middle]
+        slope = slopes[0] + sum(c for c, _ in bends)
+        start = kinks[0] if kinks else 0.0
+        shift = value - slopes[0] * start - sum(c * t for c, t in bends)
+        shift = shift + sum(c for t, c in steps if t < middle)
+        first = density[i] - density[i + 1]
+        inner = below[i + 1] - below[i]
+        second = inner + edges[i] * density[i] - edges[i + 1] * density[i + 1]
+        pieces.append((slope, shift + slope * mean, inner, first, second))
+    out: Any = sum(a * m0 + b * scale * m1 for b, a, m0, m1, _ in pieces)
+    at = {t: (z, p) for t, z, p in zip(where, edges[1:-1], density[1:-1], strict=True)}
+    gain: Any = sum(b * m0 for b, _, m0, _, _ in pieces)
+    gain = gain + sum(c * at[float(t)][1] * inverse for t, c in steps)
+    bent: Any = sum(c * scale * at[t][1] for c, t in zip(np.diff(slopes), kinks, strict=True))
+    bent = bent + sum(c * at[float(t)][0] * at[float(t)][1] for t, c in steps)
+    second = jnp.asarray(bent * 0.5**0.5)
+    total = sum(
+        (a - out) ** 2 * m0 + 2 * (a - out) * b * scale * m1 + (b * scale) ** 2 * m2
+        for b, a, m0, m1, m2 in pieces
+    )
+    least = gain**2 * variance + second**2
+    found = ElementwiseMoments(out, jnp.maximum(total, least), gain, second)
+    return ElementwiseMoments(*(x.astype(dtype) for x in found))

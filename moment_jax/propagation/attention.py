@@ -19,6 +19,7 @@ from moment_jax.posterior import Factorized, OutputShared, Point
 from moment_jax.propagation import regions
 from moment_jax.propagation.crosses import joined
 from moment_jax.propagation.dense import Projection, projection
+from moment_jax.propagation.errors import LINEARISE, refuse
 from moment_jax.propagation.graph import Node, as_weight, weights_in
 from moment_jax.propagation.moments import Base, Moments, as_rows, made, ordered, taken
 from moment_jax.propagation.primitives import factors, in_product, is_known, is_view, moved
@@ -296,24 +297,32 @@ def _read(
     at_weights: np.ndarray,
 ) -> Core | None:  # fmt: skip
     """Mask, scale and parameters, read off the values of the weights."""
+    odd = regions.misfit(weights, scores, regions.SOFTMAX)
+    if odd is not None:
+        what = f"attention with `{odd.op}` between its scores and its weights"
+        raise refuse(what, odd.source, f"Without it, attention has a rule; or {LINEARISE}.")
     width = core.columns[0].shape[1]
     zero = np.zeros(scores.shape, scores.dtype)
-    x = np.random.default_rng(0).normal(size=scores.shape)
-    seen = (regions.probe(weights, scores, s, regions.stand_in) for s in (zero, x))
-    flat, noisy = (taken(values, at_weights) for values in seen)
+    x = np.random.default_rng(0).normal(size=scores.shape).astype(scores.dtype).astype(float)
+    flat, noisy, large = (
+        taken(regions.probe(weights, scores, s, regions.stand_in), at_weights)
+        for s in (zero, x, 16 * x)
+    )
     by_scores = _rows(flat, noisy)
-    used, noisy = taken(x, at_scores), np.where(np.isnan(noisy), 1 / noisy.shape[-1], noisy)
+    used = taken(x, at_scores)
     if by_scores.level is not None:  # known to be: no scores there
         used = np.where(by_scores.level[:, None], 0, used)
     allowed = by_scores.mask
+    noisy = np.where(np.isnan(noisy), 1 / noisy.shape[-1], noisy)
     scale = _scale(used, noisy, allowed, width)
-    logits = np.where(allowed, scale * used, -np.inf)
-    highest = logits.max(-1, keepdims=True)
-    expected = np.exp(logits - highest)
-    expected = expected / expected.sum(-1, keepdims=True)
     eps = float(jnp.finfo(scores.dtype).eps)
-    if not np.allclose(noisy, expected, atol=1e4 * eps):
-        return None  # biases of scores, soft caps, sinks
+    for size, found in ((1, noisy), (16, large)):
+        logits = np.where(allowed, size * scale * used, -np.inf)
+        expected = np.exp(logits - logits.max(-1, keepdims=True))
+        expected = expected / expected.sum(-1, keepdims=True)
+        found = np.where(np.isnan(found).any(-1, keepdims=True), expected, found)  # overflown
+        if not np.allclose(found, expected, atol=min(1e4 * eps, 0.1)):
+            return None  # biases of scores, sinks
     found = [regions.compute([weights], {scores: s})[0] for s in (zero, x.astype(zero.dtype))]
     rows = by_scores
     if not all(map(is_known, found)):

@@ -9,6 +9,7 @@ from moment_jax.layers.rules import rules_of
 from moment_jax.propagation.dense import projection, read_dense
 from moment_jax.propagation.elementwise import recognised
 from moment_jax.propagation.graph import Node, independent
+from moment_jax.propagation.jumps import Pieces
 from moment_jax.propagation.moments import Base, Moments, made
 from moment_jax.propagation.propagator import Propagator, pattern
 from moment_jax.propagation.regions import univariate
@@ -21,7 +22,7 @@ def _feed_forward(propagator: Propagator, node: Node) -> Moments | None:
         return None
     for value in node.nodes:
         found = univariate(value)
-        hidden = None if found is None else projection(propagator, found[0])
+        hidden = None if found is None else projection(propagator, found.source)
         if found is None or hidden is None or hidden.turn is not None:
             continue
         x, (d, width) = hidden.x, hidden.layer.kernel.shape
@@ -37,8 +38,8 @@ def _feed_forward(propagator: Propagator, node: Node) -> Moments | None:
             continue
         if output.layer.kernel.shape[1] != d or width < d:
             continue
-        name, transform = recognised(found[1], x.mean.dtype, value)
-        if transform is None:
+        name, transform, _ = recognised(found, value)
+        if isinstance(transform, Pieces):
             continue
         params = FeedForwardParams(hidden.layer, DenseParams(output.layer.kernel))
         mean, cov, carry = rules_of(x.cov).feed_forward(x.mean, x.cov, params, transform)

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,10 +19,20 @@ from moment_jax.layers.softmax import softmax
 from moment_jax.posterior import Point
 from moment_jax.propagation.crosses import joined
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.moments import Axes, Moments, as_rows, fresh, made, ordered
-from moment_jax.propagation.primitives import VIEWS, is_known
+from moment_jax.propagation.moments import Axes, Moments, Sequence, as_rows, fresh, made, ordered
+from moment_jax.propagation.primitives import VIEWS, is_known, moved
 from moment_jax.propagation.propagator import Propagator, pattern
-from moment_jax.propagation.regions import BY_ROW, REDUCTIONS, all_uniform, probe, sources
+from moment_jax.propagation.regions import (
+    BY_ROW,
+    LINEAR,
+    NORM,
+    REDUCTIONS,
+    SOFTMAX,
+    all_uniform,
+    misfit,
+    probe,
+    sources,
+)
 
 
 class Normalization(NamedTuple):
@@ -34,23 +46,7 @@ class Normalization(NamedTuple):
 @pattern
 def _by_row(propagator: Propagator, node: Node) -> Moments | None:
     """Functions of the features: LayerNorm, RMSNorm, softmax, averages."""
-    found: Any = None
-    for source, axes in _reduced_sources(node):
-        rest = tuple(i for i in range(source.ndim) if i not in axes)
-        rows = as_rows(np.arange(source.size).reshape(source.shape), rest, axes)
-
-        def fn(x: np.ndarray, source: Node = source, rows: np.ndarray = rows) -> np.ndarray:
-            flat = np.empty(x.size)
-            flat[rows] = x
-            y = probe(node, source, flat).ravel()
-            return y[rows] if y.size == x.size else y
-
-        kind = recognised_rows(fn, rows.shape, source.dtype)
-        if kind is None and found is None:
-            continue  # such as the exponentials inside a softmax
-        if kind is None or (found is not None and isinstance(kind, np.ndarray)):
-            break
-        found = source, rest, axes, kind
+    found = _found(node)
     if found is None:
         return None
     source, rest, axes, kind = found
@@ -64,16 +60,60 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
             mean, cov = softmax(x.mean, x.cov)
             slope = mean[:, :, None] * (jnp.eye(mean.shape[1])[None] - mean[:, None, :])
             return x.changed(mean, cov, node.shape, lambda cross: cross.map_each(slope))
-        total, total_cov, mean, cov, weights = logsumexp(x.mean, x.cov)
         if kind == "log_softmax":
-            centred = jnp.eye(mean.shape[1])[None] - weights[:, :, None]
-            return x.changed(mean, cov, node.shape, lambda cross: cross.map_each(centred))
+            return _log_softmax(x, node)
+        total, total_cov, _, _, weights = logsumexp(x.mean, x.cov)
         parent = x, lambda cross: cross.map_each(weights[:, :, None])
         return fresh(total, total_cov, node.shape, tuple(range(node.ndim)), (), (parent,))
     kernel = jnp.asarray(kind, x.mean.dtype)
     propagator.note(node, "linear map of the features")
     mean, cov = x.mean @ kernel, x.cov.map_features(kernel)
     return x.changed(mean, cov, node.shape, lambda cross: cross.map_features(kernel))
+
+
+def _found(node: Node) -> tuple[Node, Axes, Axes, Any] | None:
+    """The array of which `node` is a function by rows, its other and its reduced axes, and which."""
+    found: Any = None
+    for source, axes in _reduced_sources(node):
+        rest = tuple(i for i in range(source.ndim) if i not in axes)
+        rows = as_rows(np.arange(source.size).reshape(source.shape), rest, axes)
+
+        def fn(x: np.ndarray, source: Node = source, rows: np.ndarray = rows) -> np.ndarray:
+            flat = np.empty(x.size)
+            flat[rows] = x
+            y = probe(node, source, flat).ravel()
+            return y[rows] if y.size == x.size else y
+
+        kind = recognised_rows(fn, rows.shape, source.dtype, partial(_consists, node, source))
+        if kind is None and found is None:
+            continue  # such as the exponentials inside a softmax
+        if kind is None or (found is not None and isinstance(kind, np.ndarray)):
+            break
+        found = source, rest, axes, kind
+    return found
+
+
+def _consists(node: Node, source: Node, operations: set[str]) -> bool:
+    return misfit(node, source, operations) is None
+
+
+def _log_softmax(x: Sequence, node: Node) -> Moments:
+    _, _, mean, cov, weights = logsumexp(x.mean, x.cov)
+    centred = jnp.eye(mean.shape[1])[None] - weights[:, :, None]
+    return x.changed(mean, cov, node.shape, lambda cross: cross.map_each(centred))
+
+
+def log_probabilities(propagator: Propagator, node: Node) -> Moments | None:
+    """Moments of the logarithm of what is a softmax, or a view of one; else None."""
+    if node.op in VIEWS and node.nodes:
+        inner = log_probabilities(propagator, node.nodes[0])
+        seen = None if inner is None else moved(node, inner.places, node.operands[1:])
+        return None if inner is None or seen is None else replace(inner, places=seen[node.output])
+    found = _found(node)
+    if found is None or found[-1] != "softmax":
+        return None
+    x = propagator.moments(found[0]).sequence(*found[1:3])
+    return _log_softmax(x, node)
 
 
 def _normalized(
@@ -115,7 +155,7 @@ def _normalized(
 
 def _reduced_sources(node: Node) -> Iterator[tuple[Node, Axes]]:
     """Dominators of the same shape, or reduced to it, with the axes that are reduced in between."""
-    if node.op not in ("mul", "div", "sub", "add", "log"):
+    if node.op not in ("mul", "div", "sub", "add", "exp", "log"):
         return
     reduced: list[Node] = []
 
@@ -139,47 +179,66 @@ def _reduced_sources(node: Node) -> Iterator[tuple[Node, Axes]]:
 
 
 def recognised_rows(
-    fn: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...], dtype: jnp.dtype
-) -> Normalization | np.ndarray | str | None:
-    """A normalisation of the rows, "softmax", the matrix of a linear map of them, or None."""
+    fn: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...], dtype: jnp.dtype,
+    consists: Callable[[set[str]], bool],
+) -> Normalization | np.ndarray | str | None:  # fmt: skip
+    """A normalisation of the rows, "softmax", the matrix of a linear map of them, or None.
+
+    `consists` says whether the function consists of these operations alone.
+    """
+    if not consists(SOFTMAX) and not consists(NORM):
+        return None
+    precision = jnp.finfo(dtype)
+    close = float(np.clip(1e3 * precision.eps, 1e-5, 0.05))
+    far = 1e3 if float(precision.max) > 1e9 else 10.0
 
     def average(x: np.ndarray) -> np.ndarray:
-        return x.mean(1, keepdims=True)
+        return x.mean(-1, keepdims=True)
 
-    x = np.random.default_rng(0).normal(size=shape)
-    y = fn(x)
-    close = 1e3 * float(jnp.finfo(dtype).eps)
-    total = np.exp(x).sum(1, keepdims=True)
-    written = {
-        "softmax": np.exp(x) / total,
-        "log_softmax": x - np.log(total),
-        "logsumexp": np.log(total)[:, 0],
-    }
-    for name, expected in written.items():
-        if y.shape == expected.shape and np.allclose(y, expected, atol=close):
-            return name
-    if y.shape != x.shape or not np.isfinite(y).all():
+    # Different rows at once, of many sizes; a quarter have an offset, and two are of one sign.
+    sizes = np.repeat(np.geomspace(1 / far, far, 7), 4)
+    sizes = np.resize(sizes, -(-len(sizes) // shape[0]) * shape[0])
+    x = np.random.default_rng(0).normal(size=(len(sizes), shape[1]))
+    x[1::4] += 3
+    x[2::4], x[3::4] = np.abs(x[2::4]), -np.abs(x[3::4])
+    x = (x * sizes[:, None]).astype(dtype).astype(float)
+    y = np.concatenate([fn(rows) for rows in x.reshape(-1, *shape)]).reshape(len(x), -1)
+    known = np.isfinite(y).all(1)  # others overflow
+    if not known[sizes <= 1].all():
         return None
-    if np.allclose(fn(2 * x), 2 * y, atol=close * np.abs(y).max()):
-        units = np.eye(shape[1])[:, None]
-        matrix = np.stack([fn(np.broadcast_to(unit, shape))[0] for unit in units])
-        fits = np.allclose(x @ matrix, y, atol=close * max(np.abs(y).max(), 1))
-        return matrix if fits else None
+    bound = np.where(np.abs(np.log(sizes)) < 0.1, close, max(close, 0.01))
+
+    def like(expected: np.ndarray, size: Any) -> bool:
+        """Whether this is the function, for rows whose values are of this size."""
+        same = y.shape == expected.shape
+        return same and bool((np.abs(y - expected).max(1) <= bound * size)[known].all())
+
+    size = np.abs(x).max(1)
+    if consists(LINEAR) and y.shape == x.shape:
+        first, unit = x[: shape[0]], np.eye(shape[1])[:, None]
+        if np.allclose(fn(2 * first), 2 * y[: shape[0]], atol=close * size[: shape[0], None]):
+            matrix = np.stack([fn(np.broadcast_to(row, shape))[0] for row in unit])
+            return matrix if like(x @ matrix, size * np.abs(matrix).max()) else None
+    if consists(SOFTMAX):
+        highest = x.max(1, keepdims=True)
+        total = highest + np.log(np.exp(x - highest).sum(1, keepdims=True))
+        log = {"log_softmax": x - total, "logsumexp": total}
+        if like(np.exp(x - total), 1):
+            return "softmax"
+        return next((name for name, z in log.items() if like(z, 1 + size)), None)
     for centres in (True, False):
-        moved = x - average(x) if centres else x
-        z = moved / np.sqrt(average(moved**2))
-        wide, small = fn(1e3 * z), 1e-3
-        factor = float((wide * z).mean())
-        if factor == 0 or not np.isfinite(factor):
+        inner = x - average(x) if centres else x
+        power = average(inner**2)
+        if y.shape != x.shape or not power.all():
             continue
-        others = (factor * z, fn(1e4 * z))
-        if not all(np.allclose(wide, y, atol=close * abs(factor)) for y in others):
+        z = (inner / np.sqrt(power))[: shape[0]]
+        factor, least = (float((fn(size * z) * z).mean()) for size in (far, 1 / far))
+        if not factor * least or not np.isfinite(factor * least):
             continue
-        kept = float((fn(small * z) * z).mean()) / factor
-        epsilon = small**2 * max(1 / kept**2 - 1, 0.0)
+        epsilon = max((factor / least) ** 2 - 1, 0.0) / far**2
         factor = 1.0 if abs(factor - 1) < close else factor
-        expected = factor * moved / np.sqrt(average(moved**2) + epsilon)
-        if np.allclose(y, expected, atol=close * abs(factor)):
+        expected = factor * inner / np.sqrt(power + epsilon)
+        if like(expected, np.abs(expected).max(1) + 1e-6 * abs(factor)):
             return Normalization(centres, float(f"{epsilon:.5g}"), factor)
     return None
 

@@ -8,9 +8,9 @@ import numpy as np
 from jax import Array
 
 from moment_jax import expectations
+from moment_jax.expectations.rectified import with_jumps
 from moment_jax.propagation.crosses import covariance
 from moment_jax.propagation.graph import Node, is_random
-from moment_jax.propagation.jumps import with_jumps
 from moment_jax.propagation.moments import Axes, Moments, Sequence, as_rows, fresh
 from moment_jax.propagation.propagator import Propagator, rule
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax import Array
 
 from moment_jax.posterior import Point
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.primitives import VIEWS, evaluate, is_known, moved, uniform
+from moment_jax.propagation.primitives import VIEWS, evaluate, is_known, is_view, moved, uniform
 from moment_jax.propagation.weights import Weight
 
 # fmt: off
@@ -26,6 +26,18 @@ ELEMENTWISE = {
 # fmt: on
 REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax"}
 BY_ROW = ELEMENTWISE | REDUCTIONS | VIEWS
+# What is recognised by its values may consist of the operations that it needs, and of no others: a clip
+# beyond the values that are tried would be dropped.
+RATIONAL = VIEWS | {"add", "add_any", "div", "integer_pow", "mul", "neg", "square", "sub"}
+BENDING = {
+    "abs", "and", "ceil", "clamp", "eq", "floor", "ge", "gt", "is_finite", "le", "lt", "max", "min",
+    "ne", "not", "or", "rem", "round", "select_n", "sign",
+}  # fmt: skip
+GELU = RATIONAL | {"erf", "erfc"}
+LINEAR = RATIONAL | {"reduce_sum"}
+NORM = LINEAR | {"pow", "rsqrt", "sqrt"}
+SOFTMAX = LINEAR | {"exp", "exp2", "log", "reduce_max"}
+_GUARDS = {"abs", "eq", "is_finite", "max", "ne", "select_n", "sign"}  # of sums and maxima of a row
 
 
 def weights_of(
@@ -108,8 +120,44 @@ def probe(node: Node, source: Node, x: Any, replace: Callable[[Any], Any] = lamb
         return np.asarray(found, float) if is_known(found) else found
 
 
-def univariate(node: Node) -> tuple[Node, Callable[[Array], Array]] | None:
-    """The node and the scalar function of which `node` is the elementwise image, or None."""
+def misfit(node: Node, source: Node, operations: set[str]) -> Node | None:
+    """An operation between the two that is none of these, a mask, or a guard; or None.
+
+    A guard acts on sums and maxima of a row alone, to keep them finite or positive.
+    """
+    reduced: set[Node] = set()
+    for n in sorted(between(node, [source]), key=lambda n: n.index):
+        if n.op in REDUCTIONS or all(x in reduced for x in n.nodes):
+            reduced.add(n)
+        mask = n.op == "select_n" and not isinstance(n.operands[0], Node)
+        cut = n.op == "convert_element_type" and not is_view(n)  # to integers
+        guard = n.op in _GUARDS and n in reduced and operations is not LINEAR
+        if not ((n.op in operations and not cut) or mask or guard):
+            return n
+    return None
+
+
+class Univariate(NamedTuple):
+    """An elementwise image of an array."""
+
+    source: Node
+    fn: Callable[[Array], Array]  # of a number
+    sides: Callable[[Array], Array]
+    """On which side of each of its comparisons, steps and bends a number lies, (N,)."""
+    operations: set[str]
+    eps: float  # of the least precise operation
+
+    def after(self, inner: Callable[[Array], Array], operation: str) -> "Univariate":
+        """This function of another one."""
+        return self._replace(
+            fn=lambda x: self.fn(inner(x)),
+            sides=lambda x: self.sides(inner(x)),
+            operations=self.operations | {operation},
+        )
+
+
+def univariate(node: Node) -> Univariate | None:
+    """The array and the scalar function of which `node` is the elementwise image, or None."""
 
     def expandable(n: Node) -> bool:
         same = all(x.shape == node.shape for x in n.nodes)
@@ -120,15 +168,36 @@ def univariate(node: Node) -> tuple[Node, Callable[[Array], Array]] | None:
     if not found:
         return None
     source = found[-1]
+    inside = sorted(between(node, [source]), key=lambda n: n.index)
 
-    def fn(x: Array) -> Array:
+    def values(roots: list[Any], x: Array) -> list[Any]:
         def number(constant: Any) -> Array:
             return jnp.asarray(np.asarray(constant).reshape(-1)[0])
 
-        (found,) = compute([node], {source: x.astype(source.dtype)}, number)
-        return found.astype(x.dtype)
+        return compute(roots, {source: x.astype(source.dtype)}, number)
 
-    return source, fn
+    def fn(x: Array) -> Array:
+        return values([node], x)[0].astype(x.dtype)
+
+    def sides(x: Array) -> Array:
+        found = [jnp.zeros((), x.dtype)]
+        for n in inside:
+            cut = n.op == "convert_element_type" and not is_view(n)
+            if cut or n.op in ("ceil", "floor", "round"):
+                found.append(values([n], x)[0].astype(x.dtype))
+            elif n.op in BENDING - {"and", "is_finite", "not", "or", "select_n"}:
+                first, *rest = (y.astype(x.dtype) for y in values(list(n.operands), x))
+                if n.op == "rem":
+                    found.append(jnp.trunc(first / rest[0]))
+                elif n.op == "clamp":
+                    found += [jnp.sign(rest[0] - first), jnp.sign(rest[0] - rest[1])]
+                else:
+                    found.append(jnp.sign(first - rest[0] if rest else first))
+        return jnp.nan_to_num(jnp.stack(found))
+
+    kinds = [n.dtype for n in (source, *inside) if jnp.issubdtype(n.dtype, jnp.floating)]
+    eps = max(float(jnp.finfo(kind).eps) for kind in kinds)
+    return Univariate(source, fn, sides, {n.op for n in inside}, eps)
 
 
 def all_uniform(node: Node) -> bool:

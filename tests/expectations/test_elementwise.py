@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from moment_jax.expectations import elementwise
+from moment_jax.expectations.quadrature import resolving
 from tests.expectations.families import FAMILIES, Family, integral
 
 MEANS = (-6.0, -2.5, -0.7, 0.0, 0.4, 1.3, 5.0)
@@ -233,3 +234,50 @@ def test_quadrature_errors():
         elementwise(jnp.tanh, x, x, num_nodes=4)
     with pytest.raises(ValueError, match="scalar"):
         elementwise(lambda y: jnp.stack([y, y]), x, x)
+
+
+ORDINARY = (
+    jnp.tanh,
+    jax.nn.silu,
+    jax.nn.gelu,
+    jax.nn.sigmoid,
+    jax.nn.softplus,
+    jax.nn.mish,
+    jax.nn.elu,
+)
+
+
+def test_ordinary_activations_keep_16_nodes():
+    assert all(resolving(fn, jnp.float32, bends=True) == (16, 2.0) for fn in ORDINARY)
+
+
+@pytest.mark.parametrize(
+    ("fn", "bends"),
+    [
+        (lambda x: jnp.cos(30 * x), False),
+        (lambda x: jnp.exp(-jnp.square((x - 3) / 0.05)), False),
+        (lambda x: x + jnp.sin(16 * x) ** 2 / 16, False),
+        (lambda x: jax.nn.relu(jnp.sin(30 * x)), True),
+    ],
+    ids=["waves", "bell", "snake", "bent waves"],
+)
+def test_narrow_functions_have_as_many_nodes_as_they_need(fn, bends):
+    """Against sums over a fine grid: mean and sd to 2 % of the sd."""
+    num_nodes, _ = resolving(fn, jnp.float64, bends=bends)
+    m, v = (
+        jnp.ravel(x) for x in jnp.meshgrid(jnp.array([0.0, 2.95]), jnp.array([0.05, 0.3, 1.5]) ** 2)
+    )
+    found = jax.jit(lambda m, v: elementwise(fn, m, v, num_nodes=num_nodes, bends=bends))(m, v)
+    z = jnp.linspace(-8, 8, 40_001)
+    density = jnp.exp(-(z**2) / 2) / jnp.sum(jnp.exp(-(z**2) / 2))
+    values = fn(m[:, None] + jnp.sqrt(v)[:, None] * z[None])
+    mean = values @ density
+    sd = jnp.sqrt((values - mean[:, None]) ** 2 @ density)
+    assert jnp.all(jnp.abs(found.mean - mean) < 0.02 * sd + 1e-9)
+    assert jnp.allclose(jnp.sqrt(found.variance), sd, rtol=0.02, atol=1e-9)
+
+
+def test_what_no_number_of_nodes_resolves_is_said():
+    num_nodes, width = resolving(lambda x: jnp.exp(-jnp.square((x - 3) / 0.003)), jnp.float32)
+    assert num_nodes == 512
+    assert 0 < width < 1

@@ -224,12 +224,12 @@ def largest(p, x):
     return jax.lax.scan(lambda c, row: (jnp.maximum(c, row), None), rows[0], rows[1:])[0]
 
 
-def shared_keys(p, x, heads=3, mask=None, fill=-1e9):
+def shared_keys(p, x, heads=3, mask=None, fill=-1e9, cap=lambda scores: scores):
     """Heads of width one with one key and value, summed."""
     q, k, v = ((x @ p[name])[:, :, None] for name in ("w", "key", "value"))
     q = q[:, :heads]
     k, v = jnp.repeat(k, heads, axis=1), jnp.repeat(v, heads, axis=1)
-    scores = jnp.einsum("thk,shk->hts", q, k)
+    scores = cap(jnp.einsum("thk,shk->hts", q, k))
     scores = scores if mask is None else scores + jnp.where(mask, 0.0, fill)[None]
     return jnp.einsum("hts,shk->thk", jax.nn.softmax(scores), v).sum(1)
 
@@ -243,6 +243,30 @@ def tied_decoder(p, x):
     x = p["table"][jnp.array([1, 4, 1])]
     x = x + jax.nn.softmax(x @ p["q"] @ (x @ p["k"]).T) @ (x @ p["v"])
     return x @ p["table"].T
+
+
+def norm(z):
+    return jnp.linalg.norm(z, axis=-1, keepdims=True)
+
+
+def rms(z, epsilon):
+    return z * jax.lax.rsqrt(jnp.mean(z * z, axis=-1, keepdims=True) + epsilon)
+
+
+ROWS = {  # normalisations as users write them
+    "L2": lambda z: z / norm(z),
+    "L2, guarded": lambda z: z / jnp.maximum(norm(z), 1e-12),
+    "L2, safe": lambda z: z / jnp.where(norm(z) == 0, 1.0, norm(z)),
+    "RMS": lambda z: rms(z, 1e-12),
+    "RMS of little": lambda z: rms(1e-3 * z, 1e-6),
+    "RMS, large epsilon": lambda z: rms(z, 0.1),
+    "standard": lambda z: jax.nn.standardize(z),
+    "clip after": lambda z: jnp.clip(jax.nn.standardize(z), -0.5, 0.5),
+}
+
+
+def logits_of(p):
+    return 0.4 * p["logits"][:4] - 3 * jnp.arange(4.0)
 
 
 FIRST_MASKED = np.tril(np.ones((2, 2), bool)) & np.array([[False], [True]])
@@ -279,6 +303,20 @@ NOISY = {
     "sign": lambda p, x: jnp.sign(x @ p["w"]),
     "comparison": lambda p, x: 2.0 * (x @ p["w"] < p["bias"][None]),
     "layer norm": lambda p, x: standardized(x[:, :1] + p["down"][:2]),
+    # What looks like something simpler, or like nothing, at a few numbers.
+    "softmax of a clip": lambda p, x: jax.nn.softmax(jnp.clip(0.3 * x @ p["w"] + 9, 8.9, 9.1)),
+    "narrow step": lambda p, x: jnp.where(x @ p["w"] > 0.05, x @ p["w"], 0.0),
+    "narrow hat": lambda p, x: jnp.maximum(0.0, 1 - jnp.abs(x @ p["w"] - 0.31) / 0.05),
+    "narrow bell": lambda p, x: jnp.exp(-jnp.square((x @ p["w"]) / 0.1)),
+    "snake": lambda p, x: (lambda y: y + jnp.sin(16 * y) ** 2 / 16)(0.2 * x @ p["w"]),
+    "bent waves": lambda p, x: jax.nn.relu(jnp.sin(30 * x @ p["w"])),
+    "few levels": lambda p, x: jnp.round(4 * jnp.clip(x @ p["w"], -1, 1)) / 4,
+    "log of a clipped softmax": lambda p, x: jnp.log(
+        jnp.clip(jax.nn.softmax(logits_of(p)), 1e-4, 1)
+    ),
+    "log of a probability": lambda p, x: jnp.log(jax.nn.softmax(logits_of(p))[None, 2] + 1e-6),
+    "exp of log softmax": lambda p, x: jnp.exp(jax.nn.log_softmax(logits_of(p))),
+    **{f"one row: {name}": lambda p, x, f=f: f(x[:1] @ p["w"])[0] for name, f in ROWS.items()},
     "shared keys": shared_keys,
     "masked row": partial(shared_keys, mask=FIRST_MASKED),
     "masked row, lowest": partial(shared_keys, mask=FIRST_MASKED, fill=np.finfo("float32").min),
@@ -365,6 +403,10 @@ def depthwise(p, x):
     )
 
 
+def by_sum(a, size):
+    return a / jnp.sum(size(a), axis=-1, keepdims=True)
+
+
 NO_RULE = r"test_propagate.py.*propagation_rule.*mj.linearised"
 SHARED = r"random array in common.*" + NO_RULE
 TIED = r"a weight on which another depends.*test_propagate.py.*mj.linearised"
@@ -375,6 +417,11 @@ REFUSED = {  # functions of (3, 2) weights and of (2, 3) inputs
     "a choice": (lambda p, x: jax.nn.one_hot(jnp.argmax(x @ p, -1), 2) @ (x @ p), NO_RULE),
     "logsumexp of a choice": (lambda p, x: jnp.logaddexp((x @ p)[:, 0], (x @ p)[:, 1]), NO_RULE),
     "a function that jumps": (lambda p, x: jnp.floor(x @ p), r"jumps.*" + NO_RULE),
+    "many steps": (lambda p, x: jnp.round(16 * (x @ p)) / 16, r"jumps.*" + NO_RULE),
+    "a share of the sum": (lambda p, x: by_sum(x[:1] @ p, jnp.abs), SHARED),
+    "evidence": (lambda p, x: by_sum(jax.nn.softplus(x @ p) + 1, lambda a: a), SHARED),
+    "a largest norm": (lambda p, x: (x @ p) * jnp.minimum(1.0, 9 / norm(x @ p)), SHARED),
+    "a least norm": (lambda p, x: (x @ p) / jnp.maximum(1.0, norm(x @ p)), SHARED),
     "random condition": (lambda p, x: jnp.where((x @ p[:, :1]) > 0, x @ p[:, 1:], 1.0), NO_RULE),
     "times its norm": (lambda p, x: (x @ p) * jnp.linalg.norm(x @ p, axis=-1, keepdims=True), SHARED),
     "cumulative sum": (lambda p, x: jnp.cumsum(x @ p, axis=0), r"cumsum.*" + NO_RULE),
@@ -412,6 +459,24 @@ def test_what_cannot_be_random_is_named_with_its_line(name):
     fn, words = REFUSED[name]
     with pytest.raises(mj.PropagationError, match=words):
         jax.eval_shape(mj.propagate(fn), belief(0, 3, 2), jnp.ones((2, 3)))
+
+
+CAPS = {
+    "clamp": lambda s: jax.lax.clamp(-50.0, s, 50.0),
+    "tanh": lambda s: 50 * jnp.tanh(s / 50),
+    "min": lambda s: jnp.minimum(s, 1e4),
+    "round": lambda s: jnp.round(1e3 * s) / 1e3,
+    "lt": lambda s: jnp.where(s < s.max(-1, keepdims=True) - 20, -1e9, s),
+    "convert_element_type": lambda s: (1e4 * s).astype(int) / 1e4,
+}
+
+
+@pytest.mark.parametrize("name", CAPS)
+def test_what_caps_the_scores_of_attention_is_named(name):
+    """However far from common scores it is."""
+    fn = mj.propagate(partial(shared_keys, cap=CAPS[name]))
+    with pytest.raises(mj.PropagationError, match=rf"attention with `{name}`.*test_propagate.py"):
+        jax.eval_shape(fn, WEIGHTS, jnp.ones((2, 3)))
 
 
 def test_convolutions_are_refused_with_the_line_of_the_model():
