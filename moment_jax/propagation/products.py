@@ -8,6 +8,8 @@ import numpy as np
 from jax import Array
 
 from moment_jax import expectations
+from moment_jax.covariance.numerics import safe_sqrt
+from moment_jax.expectations import ElementwiseMoments
 from moment_jax.expectations.rectified import with_jumps
 from moment_jax.propagation.crosses import covariance
 from moment_jax.propagation.graph import Node, is_random
@@ -52,7 +54,7 @@ def _product(propagator: Propagator, node: Node) -> Moments | None:
     a, b, cross, _ = pair
     other, other_cov, slope = b.mean, b.cov, jnp.ones_like(b.mean)
     if node.op == "div":
-        moments = expectations.elementwise(lambda x: 1 / x, b.mean, b.cov.variance())
+        moments = _reciprocal(b.mean, b.cov.variance())
         other, other_cov, slope = moments.mean, b.cov.elementwise(moments), moments.gain
         cross = None if cross is None else cross.rescale(slope)
     mean = a.mean * other if cross is None else a.mean * other + cross.own()
@@ -60,8 +62,20 @@ def _product(propagator: Propagator, node: Node) -> Moments | None:
         other, a.mean
     )
     cov = cov.add(a.cov.hadamard(other_cov, cross))
-    propagator.note(node, "product", "factors independent" if cross is None else "")
+    assumed = "factors independent" if cross is None else "factors jointly Gaussian"
+    if node.op == "div":
+        assumed += ", the divisor of one sign"
+    propagator.note(node, "product" if node.op == "mul" else "quotient", assumed)
     return pair.result(node, mean, cov, other, a.mean * slope)
+
+
+def _reciprocal(mean: Array, variance: Array) -> ElementwiseMoments:
+    """Moments of 1 / x for an x that keeps its sign, log-normal: those of a Gaussian are infinite."""
+    inverse = 1 / mean
+    relative = variance * inverse**2
+    out = inverse * (1 + relative)
+    rest = safe_sqrt(relative * (out**2 - inverse**2))
+    return ElementwiseMoments(out, relative * out**2, -(inverse**2), rest)
 
 
 @rule("max", "min")
