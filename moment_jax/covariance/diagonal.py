@@ -155,7 +155,7 @@ class DiagonalCross(NamedTuple):
     def map_features(self, kernel: Array) -> "DiagonalCross":
         gains, kernels = self.gains, self.kernels
         if len(kernels) == 2:
-            short = (kernels[0] * jnp.mean(gains[1], axis=0)) @ kernels[1]
+            short = (kernels[0] * jnp.mean(gains[1], axis=0, keepdims=True)) @ kernels[1]
             gains, kernels = (gains[0], gains[2]), (short,)
         unit = jnp.ones((1, kernel.shape[1]), kernel.dtype)
         return self._replace(gains=(*gains, unit), kernels=(*kernels, kernel))
@@ -191,8 +191,8 @@ class DiagonalCross(NamedTuple):
         gains, kernel = self._short()
         others, another = other._short()
         # One gain for the entries of x in both.
-        kernel = kernel * jnp.mean(gains[1], axis=0)
-        another = another * jnp.mean(others[1], axis=0)
+        kernel = kernel * jnp.mean(gains[1], axis=0, keepdims=True)
+        another = another * jnp.mean(others[1], axis=0, keepdims=True)
         ratio = safe_divide(jnp.mean(others[0], axis=0), jnp.mean(gains[0], axis=0))
         unit = jnp.ones((1, kernel.shape[1]), kernel.dtype)
         return self._replace(gains=(gains[0], unit), kernels=(kernel + ratio[:, None] * another,))
@@ -201,7 +201,7 @@ class DiagonalCross(NamedTuple):
         if not self.kernels:
             found = self.gains[0]
         elif len(self.kernels) == 1:
-            found = self.gains[0] * self.gains[1] * jnp.diagonal(self.kernels[0])
+            found = self.gains[0] * self.gains[1] * jnp.diagonal(self.kernels[0])[None]
         else:
             first, middle, last = self.gains
             found = first * (middle @ (self.kernels[0].T * self.kernels[1])) * last
@@ -220,7 +220,9 @@ class DiagonalCross(NamedTuple):
             return (gain, jnp.ones((1, len(unit)), gain.dtype)), unit
         if len(self.kernels) == 1:
             return (self.gains[0], self.gains[1]), self.kernels[0]
-        kernel = (self.kernels[0] * jnp.mean(self.gains[1], axis=0)) @ self.kernels[1]
+        kernel = (self.kernels[0] * jnp.mean(self.gains[1], axis=0, keepdims=True)) @ self.kernels[
+            1
+        ]
         return (self.gains[0], self.gains[2]), kernel
 
 

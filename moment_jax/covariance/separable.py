@@ -361,7 +361,7 @@ class Separable(Covariance):
     def token_noise(self, mean: Array, weights: RandomKernel) -> Self:
         """Kernels over tokens of independent entries; others by the dense covariance."""
         if not weights.uncorrelated:
-            return self.project(super().token_noise(mean, weights).to_dense())
+            return super().token_noise(mean, weights)
         variances = weights.noise_variance(mean.T, self.variances.T).T
         u = len(variances)
         # Cov[W_tu, W_su] summed over u: the share of each token of x in the pooled sum.

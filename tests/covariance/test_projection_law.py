@@ -35,6 +35,8 @@ NARROWER, SQUARE = (jax.random.normal(KEYS[4], (5, size)) for size in (3, 5))
 FEWER_TOKENS = jax.random.normal(KEYS[5], (3, 4))
 EACH = jax.random.normal(KEYS[6], (*SHAPE, 3))
 VECTOR, PSD = jnp.arange(1.0, 6.0), random_psd(KEYS[9], 5)
+HEADS = jax.random.uniform(KEYS[7], (5, 3, 4))  # of five groups of one feature
+TOKEN_KERNELS = {f.__name__: random_kernel(KEYS[8], f, (4, 3)) for f in KERNEL_FAMILIES}
 KERNELS = {family.__name__: random_kernel(KEYS[10], family, (5, 3)) for family in KERNEL_FAMILIES}
 
 
@@ -46,24 +48,40 @@ class Gain:
         self.variance = GAIN**2 * variance + SECOND**2 + 0.1
 
 
-OPERATIONS = {
-    "identity": lambda cov: cov,
-    "rescale": lambda cov: cov.rescale(POSITIVE),
-    "rescale_signed": lambda cov: cov.rescale(SIGNED),
-    "map_features": lambda cov: cov.map_features(NARROWER),
-    "map_tokens": lambda cov: cov.map_tokens(FEWER_TOKENS),
-    "map_each": lambda cov: cov.map_each(EACH),
-    "add": lambda cov: cov.add(cov.map_features(SQUARE)),
-    "add_shared": lambda cov: cov.add(cov.bias_noise(PSD)),
-    "add_shared_diagonal": lambda cov: cov.add(cov.bias_noise(VECTOR)),
-    "add_independent": lambda cov: cov.add(cov.independent(jnp.abs(SIGNED))),
-    "gain_noise": lambda cov: cov.gain_noise(MEAN, VECTOR),
-    "gain_noise_full": lambda cov: cov.gain_noise(MEAN, PSD),
-    "elementwise": lambda cov: cov.elementwise(Gain(cov.variance())),
-} | {
-    f"weight_noise_{name}": lambda cov, kernel=kernel: cov.weight_noise(MEAN, kernel)
-    for name, kernel in KERNELS.items()
-}
+OPERATIONS = (
+    {
+        "identity": lambda cov: cov,
+        "rescale": lambda cov: cov.rescale(POSITIVE),
+        "rescale_signed": lambda cov: cov.rescale(SIGNED),
+        "map_features": lambda cov: cov.map_features(NARROWER),
+        "map_tokens": lambda cov: cov.map_tokens(FEWER_TOKENS),
+        "map_each": lambda cov: cov.map_each(EACH),
+        "add": lambda cov: cov.add(cov.map_features(SQUARE)),
+        "add_shared": lambda cov: cov.add(cov.bias_noise(PSD)),
+        "add_shared_diagonal": lambda cov: cov.add(cov.bias_noise(VECTOR)),
+        "add_independent": lambda cov: cov.add(cov.independent(jnp.abs(SIGNED))),
+        "gain_noise": lambda cov: cov.gain_noise(MEAN, VECTOR),
+        "gain_noise_full": lambda cov: cov.gain_noise(MEAN, PSD),
+        "elementwise": lambda cov: cov.elementwise(Gain(cov.variance())),
+        "map_heads": lambda cov: cov.map_heads(HEADS),
+        # x + x K, and x - avg(x): the covariances of x with what is made of it.
+        "add_branch": lambda cov: joined(cov, SQUARE),
+        "add_average": lambda cov: joined(cov, jnp.full((5, 5), -0.2)),
+    }
+    | {
+        f"weight_noise_{name}": lambda cov, kernel=kernel: cov.weight_noise(MEAN, kernel)
+        for name, kernel in KERNELS.items()
+    }
+    | {
+        f"token_noise_{name}": lambda cov, kernel=kernel: cov.token_noise(MEAN, kernel)
+        for name, kernel in TOKEN_KERNELS.items()
+    }
+)
+
+
+def joined(cov, kernel):
+    """The covariance of x + x K."""
+    return cov.add_branch(cov.map_features(kernel), cov.with_itself().map_features(kernel))
 
 
 def textbook(dense):
