@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from moment_jax.propagation.crosses import joined
 from moment_jax.propagation.dense import Projection, projection
 from moment_jax.propagation.errors import LINEARISE, refuse
 from moment_jax.propagation.graph import Node, as_weight, weights_in
-from moment_jax.propagation.moments import Base, Moments, as_rows, made, ordered, taken
+from moment_jax.propagation.moments import Axes, Base, Moments, as_rows, made, ordered, taken
 from moment_jax.propagation.primitives import factors, in_product, is_known, is_view, moved
 from moment_jax.propagation.propagator import Pooled, Propagator, pattern
 from moment_jax.propagation.weights import Weight, overlap, select
@@ -187,10 +188,10 @@ def _seen_core(propagator: Propagator, node: Any) -> Core | None:
 
 def _core(propagator: Propagator, node: Node) -> Core | None:
     """A product of attention weights and values, or None."""
-    if len(node.nodes) != 2:
-        return None
     for side in (0, 1):
         weights, values = node.operands[side], node.operands[1 - side]
+        if not isinstance(weights, Node) or isinstance(values, Weight):
+            continue
         found = regions.sources(weights, lambda n: n.op in regions.BY_ROW)
         scores = next((x for x in found if x.op == "dot_general"), None)
         if scores is None or any(isinstance(x, Weight) for x in scores.operands):
@@ -204,7 +205,11 @@ def _core(propagator: Propagator, node: Node) -> Core | None:
         if not apart:
             if not any(n.op == "exp" for n in regions.between(weights, [scores])):
                 continue
-            parts = tuple(_as_it_is(propagator, x) for x in nodes)
+            axes = *factors(scores), factors(node)[1 - side]
+            features = (
+                *((*a.batch, *a.contracted) for a in axes[:2]), (*axes[2].batch, *axes[2].free)
+            )  # fmt: skip
+            parts = tuple(map(partial(_as_it_is, propagator), nodes, features))
             layout = _find_layout(node, side, weights, scores, parts)
         core = None if layout is None else _read(propagator, weights, scores, *layout)
         return core if core is None or apart else _side_by_side(propagator, node, core)
@@ -222,9 +227,11 @@ def _apart(propagator: Propagator, core: Core) -> bool:
     return not repeated or issubclass(propagator.structure, Diagonal)
 
 
-def _as_it_is(propagator: Propagator, value: Any) -> Projection:
-    """Any array as a layer of itself: the identity."""
-    x = propagator.moments(value).sequence()
+def _as_it_is(propagator: Propagator, value: Any, features: Axes) -> Projection:
+    """Any array as a layer of itself: the identity. A certain one has these features."""
+    known = not isinstance(value, Node)
+    m = propagator.certain(value, features) if known else propagator.moments(value)
+    x = m.sequence()
     layer = DenseParams(Point(jnp.eye(x.mean.shape[1], dtype=x.mean.dtype)))
     return Projection(x, layer, ordered(np.shape(value), *x.axes), value, value)
 
