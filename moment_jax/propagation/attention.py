@@ -124,10 +124,13 @@ def _moments(
     (query, key, value), (mask, level, lost, even) = core.parts, core.rows
     x, source = query.x, key.x
     own = x.mean is source.mean
-    if own and propagator.pool is None and mask is not None and isinstance(x.cov, Separable):
-        zeros = type(source.cov).zeros(source.cov.shape, source.cov.dtype)
-        raise Pooled(pool_seen(zeros, mask).pool)
-    seen = pool_seen(source.cov, mask, memory=not own)
+    if own and propagator.pool is None and isinstance(x.cov, Separable):
+        pool = propagator.pool_read(len(x.mean), mask)
+        if pool is not None or mask is not None:
+            zeros = type(source.cov).zeros(source.cov.shape, source.cov.dtype)
+            raise Pooled(*((pool_seen(zeros, mask).pool, False) if pool is None else (pool, True)))
+    read = own and propagator.reading and source.cov.pool is propagator.pool
+    seen = source.cov if read else pool_seen(source.cov, mask, memory=not own)
     cov = seen if own else x.cov
     if own and isinstance(cov, Diagonal | Separable) and x.mean.shape[1] != output.kernel.shape[1]:
         return None  # these structures carry the covariance with x for outputs as wide as x
