@@ -12,6 +12,7 @@ it; a negative one is an error, and so is a truth whose standard deviation is no
 
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,15 @@ MLP, BLOCKS = "W0", "L0_Wq"  # the keys that tell the kinds apart
 BROKEN = OSError, EOFError, ValueError, AttributeError, zipfile.BadZipFile, zlib.error
 
 
+READS: dict[str, Callable[[Array], Array]] = {
+    "mean": lambda x: x.mean(axis=-2),
+    "class token": lambda x: x[..., 0, :],
+    "last token": lambda x: x[..., -1, :],
+    "every token": lambda x: x,
+}
+CAUSAL = "last token", "every token"
+
+
 class Truth(NamedTuple):
     """Sampled mean and standard deviation of an output."""
 
@@ -37,12 +47,13 @@ class Truth(NamedTuple):
 
 
 class Blocks(nnx.Module):
-    """Pre-norm blocks with exact GELU, and a head on the mean over tokens where there are classes."""
+    """Pre-norm blocks with exact GELU, and a head on the tokens of `READS` where there are classes."""
 
     def __init__(
         self, num_blocks: int, num_features: int, num_heads: int, hidden_features: int,
-        num_classes: int | None, *, rngs: nnx.Rngs,
+        num_classes: int | None, read: str = "mean", *, rngs: nnx.Rngs,
     ) -> None:  # fmt: skip
+        self.read = read
         options: dict[str, Any] = {"norm_first": True, "activation": "gelu", "epsilon": EPSILON}
         options |= {"hidden_features": hidden_features, "rngs": rngs}
         self.blocks = nnx.List(
@@ -53,9 +64,11 @@ class Blocks(nnx.Module):
 
     def __call__(self, x: Array, *, logits: bool = False) -> Array:
         """The tokens, or the logits."""
+        tokens = x.shape[-2]
+        mask = jnp.tril(jnp.ones((tokens, tokens), bool)) if self.read in CAUSAL else None
         for block in self.blocks:
-            x = block(x)
-        return self.head(x.mean(axis=-2)) if logits else x
+            x = block(x, mask=mask)
+        return self.head(READS[self.read](x)) if logits else x
 
 
 class Case(NamedTuple):
@@ -65,7 +78,7 @@ class Case(NamedTuple):
     model: mj.Bayesian  # of a `Blocks`, or of an MLP
     inputs: np.ndarray  # (N, T, D), T = 1 for an MLP; those whose truth is known
     truth: Truth  # of the output, (N, T, O)
-    logits: Truth | None  # truth of the head's output, (N, C); None where there is no head
+    logits: Truth | None  # of the head's output, (N, C) or (N, T C); None where there is no head
 
     def outputs(self, network: Any, x: Array) -> tuple[Any, Any]:
         """Output and logits, or None, of the model or of a plain network like it."""

@@ -14,7 +14,7 @@ from experiments import draws
 from experiments.accuracy.cases import Case
 
 Outputs = tuple[Any, Any]
-"""Mean and sd of the output, (N, T, O), and of the logits, (N, C), or None where there is no head."""
+"""Mean and sd of the output, (N, T, O), and of the logits, (N, C) or (N, T C); None without a head."""
 Forward = Callable[[], Any]
 
 BYTES = 4  # float32
@@ -26,7 +26,7 @@ def moments(case: Case, structure: type[mj.Covariance]) -> Forward:
     def batch(model: mj.Bayesian, inputs: Array) -> Outputs:
         def of(x: Array) -> Outputs:
             output, logits = case.outputs(model, x)
-            return (output.mean, output.sd), logits and (logits.mean, logits.sd)
+            return (output.mean, output.sd), logits and _rows(logits)
 
         if structure is not mj.Full:
             return of(inputs)
@@ -47,7 +47,7 @@ def linearised(case: Case, which: int) -> Forward:
 
     def batch(model: mj.Bayesian, x: Array) -> tuple[Array, Array]:
         found = model(x, logits=bool(which))
-        return found.mean, found.sd
+        return _rows(found) if which else (found.mean, found.sd)
 
     model = case.model.replace(structure=mj.Diagonal, linearised=True)
     return _compiled(batch, case, model)
@@ -73,6 +73,11 @@ def sampled(case: Case, count: int, key: Array) -> Forward:
         )
 
     return _compiled(batch, case, case.model)
+
+
+def _rows(found: Any) -> tuple[Array, Array]:
+    """Mean and sd, each token's logits beside the others'."""
+    return found.mean.reshape(len(found.mean), -1), found.sd.reshape(len(found.mean), -1)
 
 
 def _compiled(fn: Callable[..., Any], case: Case, network: nnx.Module) -> Forward:

@@ -23,8 +23,14 @@ from experiments.data import Digits
 from experiments.networks import negative_elbo
 from experiments.training import Report, Task, clipped_adam, fit
 
-NETWORKS = {"cold": 0.1, "full KL": 1.0}
-"""The weights of the KL that the networks are trained with."""
+NETWORKS = {
+    "cold": (0.1, "mean"),
+    "full KL": (1.0, "mean"),
+    "class token": (0.1, "class token"),
+    "last token": (0.1, "last token"),
+    "every token": (0.1, "every token"),
+}
+"""The weight of the KL in training, and the tokens that the head reads; the last two are causal."""
 NUM_BLOCKS, NUM_FEATURES, NUM_HEADS, PATCH_SIZE = 2, 32, 4, 2  # T 16, as digits have 8 x 8 pixels
 NUM_INPUTS = 8  # sequences that the moments are compared on
 STEPS, BATCH, LEARNING_RATE = 3000, 64, 4e-3
@@ -36,14 +42,15 @@ VECTOR_VARIANCE = 0.25  # of the prior of biases and gains
 class Classifier(nnx.Module):
     """Patches and positions, certain, and blocks with random weights below a certain head."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, read: str) -> None:
         rngs = nnx.Rngs(seed)
         self.patches = mj.nn.Patches(PATCH_SIZE)
         self.embed = nnx.Linear(PATCH_SIZE**2, NUM_FEATURES, use_bias=False, rngs=rngs)
-        size = (data.IMAGE_SIZE // PATCH_SIZE) ** 2, NUM_FEATURES
+        self.extra = int(read == "class token")  # its embedding is its position
+        size = (data.IMAGE_SIZE // PATCH_SIZE) ** 2 + self.extra, NUM_FEATURES
         self.position = nnx.Param(0.5 * jax.random.normal(rngs.params(), size))
         sizes = NUM_BLOCKS, NUM_FEATURES, NUM_HEADS, 4 * NUM_FEATURES, data.NUM_CLASSES
-        network = Blocks(*sizes, rngs=rngs)
+        network = Blocks(*sizes, read, rngs=rngs)
         beliefs = nnx.to_pure_dict(nnx.state(network, nnx.Param))
         beliefs["blocks"] = jax.tree.map(
             lambda w: mj.posterior.Factorized(w, jnp.full_like(w, START_SD**2)), beliefs["blocks"]
@@ -52,7 +59,8 @@ class Classifier(nnx.Module):
 
     def embedded(self, images: Array) -> Array:
         """The blocks' input, (N, T, D)."""
-        return self.embed(self.patches(images)) + self.position[...]
+        patches = self.embed(self.patches(images))
+        return jnp.pad(patches, ((0, 0), (self.extra, 0), (0, 0))) + self.position[...]
 
     def kl(self) -> Array:
         """To N(0, 1 / fan_in) for kernels, N(start, 1/4) for biases and gains."""
@@ -69,8 +77,8 @@ class Classifier(nnx.Module):
 def cases(num_samples: int, seed: int) -> list[Case]:
     """Train each network, and sample the truth of the first test images."""
     digits, found = data.load(), []
-    for name, kl_weight in NETWORKS.items():
-        graph, params = nnx.split(Classifier(seed))
+    for name, (kl_weight, read) in NETWORKS.items():
+        graph, params = nnx.split(Classifier(seed, read))
         trained = task(f"training {name}", kl_weight, digits, graph)
         state = fit(trained, trained.start(params, jax.random.key(seed)))
         classifier = trained.model(state.params)
@@ -97,7 +105,10 @@ def task(name: str, kl_weight: float, digits: Digits, graph: Any) -> Task:
             draw, x, y = part
             own = jax.random.fold_in(jax.random.fold_in(draw_key, step), draw)
             logits = classifier.model.sample(own)(x, logits=True)
-            return -optax.softmax_cross_entropy_with_integer_labels(logits, y)
+            labels = y.reshape(-1, *[1] * (logits.ndim - 2))
+            labels = jnp.broadcast_to(labels, logits.shape[:-1])
+            fit = -optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+            return fit.reshape(len(x), -1).mean(axis=1)
 
         each = jax.lax.map(fits, (jnp.arange(DRAWS), *parts)).ravel()
         weight = mj.objectives.kl_warmup(step, STEPS // 3, kl_weight)

@@ -135,7 +135,8 @@ class Separable(Covariance):
       variances: Var[x_td], (T, D).
       tokens: G_ts = sum_d Cov[x_td, x_sd], (T, T), or a `TokenGram` that knows it at landmark tokens.
       features: C_de = Cov[sum_t p_t x_td, sum_t p_t x_te], (D, D).
-      pool: p, (T,), nonnegative; ones, unless some tokens must not influence others (see `pooled`).
+      pool: p, (T,), nonnegative; ones, unless some tokens must not influence others (see `pooled`), or
+        only some are read: `mj.propagate` takes what the output reads.
 
     Raises:
       ValueError: if shapes do not fit, a variance is negative, or tr C is not p^T G p.

@@ -34,6 +34,23 @@ def pool_seen(cov: S, mask: Array | None, *, memory: bool = False) -> S:
     return cov.pooled(seen)
 
 
+def pool_read(read: Array, mask: Array | None) -> Array:
+    """The pool (T,) of a sequence of which one sum is read, with these weights (T,).
+
+    It is nine parts what is read, and one part what that looks at: a token that is read may be certain
+    before the first attention, and then says nothing of others. Tokens that no query may look at have
+    no part in it; if these alone are read, all others are pooled.
+    """
+    looks = jnp.ones((1, len(read)), bool) if mask is None else mask
+    looks = jnp.any(looks, axis=tuple(range(looks.ndim - 2)))
+    seen = jnp.any(looks, axis=0)
+    seen = seen | ~jnp.any(seen)  # if everything is masked, as in `pool_seen`
+    read = jnp.where(seen, read, 0)
+    read = jnp.where(jnp.any(read > 0), read, seen)
+    around = jnp.sum(looks, axis=0) if len(looks) == 1 else read @ looks
+    return 0.9 * read / jnp.sum(read) + 0.1 * around / jnp.maximum(jnp.sum(around), 1e-9)
+
+
 def pool_scores(pool: Array, mask: Array | None) -> Array:
     """Weights (T,) of tokens in averages used only for the scores.
 

@@ -121,17 +121,15 @@ def _moments(
     (query, key, value), (mask, level, lost, even) = core.parts, core.rows
     x, source = query.x, key.x
     own = x.mean is source.mean
-    sees_as_seen = is_known(mask) and mask.ndim == 2 and np.array_equal(mask, np.transpose(mask))
-    if (
-        own
-        and not sees_as_seen
-        and propagator.pool is None
-        and mask is not None
-        and isinstance(x.cov, Separable)
-    ):
-        zeros = type(source.cov).zeros(source.cov.shape, source.cov.dtype)
-        raise Pooled(pool_seen(zeros, mask).pool)
-    seen = source.cov if sees_as_seen else pool_seen(source.cov, mask, memory=not own)
+    # Nothing is hidden by order where each looks at whom it is seen by, as in a batch of sequences.
+    mutual = is_known(mask) and mask.ndim == 2 and np.array_equal(mask, np.transpose(mask))
+    if own and propagator.pool is None and isinstance(x.cov, Separable):
+        pool = propagator.pool_read(len(x.mean), mask)
+        if pool is not None or not (mutual or mask is None):
+            zeros = type(source.cov).zeros(source.cov.shape, source.cov.dtype)
+            raise Pooled(*((pool_seen(zeros, mask).pool, False) if pool is None else (pool, True)))
+    read = mutual or (own and propagator.reading and source.cov.pool is propagator.pool)
+    seen = source.cov if read else pool_seen(source.cov, mask, memory=not own)
     cov = seen if own else x.cov
     repeated = any(len(np.unique(c)) < c.size for c in core.columns)
     layers = [p.params(c) for p, c in zip(core.parts, core.columns, strict=True)]

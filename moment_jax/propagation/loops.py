@@ -13,6 +13,8 @@ from moment_jax.propagation.propagator import Pooled, Propagator, rule
 from moment_jax.propagation.regions import weights_of
 from moment_jax.propagation.weights import Weight
 
+_SHARED = "landmarks", "pool", "reading", "output"
+
 
 @rule("loop")
 def _loop(propagator: Propagator, node: Node) -> Moments:
@@ -32,7 +34,8 @@ def _loop(propagator: Propagator, node: Node) -> Moments:
     }  # of weights their beliefs
 
     def body(mean: Array, cov: Any, rows: dict[int, Any]) -> tuple[Array, Any]:
-        inner = Propagator(propagator.structure, propagator.landmarks, propagator.pool)
+        shared = {name: getattr(propagator, name) for name in _SHARED}
+        inner = Propagator(propagator.structure, **shared)
         inner.repeats.update(propagator.repeats)
 
         def argument(i: int, value: Any) -> Any:

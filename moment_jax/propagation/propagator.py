@@ -1,6 +1,8 @@
 """Mean and covariance of any JAX function of random weights: interprets its jaxpr on moments."""
 
 import dataclasses
+import functools
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +14,7 @@ from jax import Array
 
 from moment_jax.covariance import STRUCTURES, Covariance, Separable
 from moment_jax.covariance.separable import started
+from moment_jax.layers.seen import pool_read
 from moment_jax.posterior import Factorized, Posterior
 from moment_jax.propagation.errors import PropagationError, explain, refuse, register, shapes, where
 from moment_jax.propagation.graph import (
@@ -26,6 +29,7 @@ from moment_jax.propagation.graph import (
 )
 from moment_jax.propagation.moments import Axes, Base, Moments, as_rows, by_last_axis, fresh
 from moment_jax.propagation.receipt import Receipt, Step
+from moment_jax.propagation.regions import reads
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import materialized_inputs
 
@@ -39,6 +43,7 @@ class Propagator:
     structure: type[Covariance]
     landmarks: int | None = None  # of `Separable`
     pool: Array | None = None  # pool sequences as long as this over its tokens, see `Pooled`
+    reading: bool = False  # whether that pool is what the output reads
     output: Value = None  # of the function
     steps: dict[Node, Step] = dataclasses.field(default_factory=dict)
     known: dict[Any, tuple[Any, Moments]] = dataclasses.field(default_factory=dict)  # if certain
@@ -54,7 +59,7 @@ class Propagator:
             try:
                 return one_pass(self)
             except Pooled as found:
-                (self.pool,) = found.args
+                self.pool, self.reading = found.args
             except PropagationError:
                 if self.unrolls:
                     raise
@@ -62,6 +67,27 @@ class Propagator:
             self.steps.clear()
             self.known.clear()
             self.bases.clear()
+
+    @functools.cached_property
+    def reads(self) -> np.ndarray | None:
+        """How much of each entry of the last attention the output reads."""
+        return reads(self.output)
+
+    def pool_read(self, t: int, mask: Array | None) -> Array | None:
+        """The pool of sequences of T tokens for what the output reads of them; None if that is even.
+
+        And None under a mask if the output has several tokens, which may not look at each other.
+        """
+        several = math.prod(self.output.shape[:-1]) > 1
+        if (several and mask is not None) or self.reads is None:
+            return None
+        axes = range(self.reads.ndim)
+        each = [self.reads.sum(tuple(j for j in axes if j != i)) for i in axes]
+        each = [read for read in each if len(read) == t]
+        uneven = [read for read in each if not np.allclose(read, read[0])]
+        if not each or (mask is None and not uneven):
+            return None
+        return pool_read(jnp.asarray([*uneven, *each][0], float), mask)
 
     def moments(self, value: Value) -> Moments:
         """Moments of a node, a weight or a certain array."""
@@ -117,9 +143,11 @@ class Propagator:
 
 
 class Pooled(Exception):  # noqa: N818 (control flow, not an error)
-    """Restart the pass, pooling over the tokens that an attention mask shows.
+    """Restart the pass with this pool, and whether that is what the output reads.
 
-    A token hidden by a causal mask or padding must not contribute to sums taken before the attention.
+    C serves the sum that it is of: the pool follows the read-out, a class token or a mean over tokens.
+    If more than one token is read under a mask, it holds the tokens which the mask shows instead: one
+    that is hidden, by a causal mask or padding, must not contribute to sums taken before the attention.
     """
 
 

@@ -107,7 +107,8 @@ class Stage:
 
         kept = [(node, node.moments) for node in between(self.end, [])]
         try:
-            m = type(self.propagator)(type(cov), self.propagator.landmarks).run(one_pass)
+            own = {name: getattr(self.propagator, name) for name in ("landmarks", "output")}
+            m = type(self.propagator)(type(cov), **own).run(one_pass)
         finally:
             for node, moments in kept:
                 node.moments = moments

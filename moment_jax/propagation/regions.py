@@ -11,7 +11,15 @@ from jax import Array
 
 from moment_jax.posterior import Point
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.primitives import VIEWS, evaluate, is_known, is_view, moved, uniform
+from moment_jax.propagation.primitives import (
+    VIEWS,
+    evaluate,
+    factors,
+    is_known,
+    is_view,
+    moved,
+    uniform,
+)
 from moment_jax.propagation.weights import Weight
 
 # fmt: off
@@ -86,6 +94,57 @@ def sources(node: Node, expandable: Callable[[Node], bool]) -> Iterator[Node]:
         return not any(isinstance(x, Weight) for x in n.operands) and expandable(n)
 
     return itertools.islice(dominators([node], certain), 1, None)
+
+
+def reads(output: Node) -> np.ndarray | None:
+    """How much of each entry of the last attention, or loop, the sum of an output's entries reads.
+
+    Only tokens are told apart: factors count as ones unless they are known and multiply entry by entry,
+    elementwise functions as the identity. None if there is no product of two random arrays.
+    """
+    found: dict[Node, np.ndarray] = {output: np.broadcast_to(1.0, output.shape)}
+    while found:
+        node = max(found, key=lambda n: n.index)
+        if node.op == "loop" or (node.op == "dot_general" and len(node.nodes) == 2):
+            return found[node]
+        read = found.pop(node)
+        for i, x in enumerate(node.operands):
+            if isinstance(x, Node):
+                own = _read_of(node, i, read)
+                found[x] = found[x] + own if x in found else own
+    return None
+
+
+def _read_of(node: Node, i: int, read: np.ndarray) -> np.ndarray:
+    """How much of its operand i a node reads, of which itself this much is read."""
+    x: Any = node.operands[i]
+    known: list[Any] = [np.asarray(y) if is_known(y) else None for y in node.operands]
+    seen = moved(node, np.arange(x.size).reshape(x.shape), node.operands[1:]) if i == 0 else None
+    if seen is not None:
+        places = seen[node.output].ravel()
+        kept = np.where(places < 0, 0, read.ravel())
+        return np.bincount(np.maximum(places, 0), kept, x.size).reshape(x.shape)
+    if node.op in REDUCTIONS:
+        read = np.expand_dims(read, tuple(node.params["axes"]))
+    elif node.op == "dot_general":
+        own, other = factors(node)[i], factors(node)[1 - i]
+        free = tuple(x.ndim + k for k in other.free)
+        names = [*own.batch, *(own.free + free if i == 0 else free + own.free)]
+        left = [k for k in range(x.ndim) if k not in own.contracted]
+        read = np.expand_dims(np.einsum(read, names, left), own.contracted)
+    elif node.op == "concatenate":
+        axis = node.params["dimension"]
+        start = sum(y.shape[axis] for y in node.operands[:i])
+        read = read.take(range(start, start + x.shape[axis]), axis)
+    elif node.op == "mul" and known[1 - i] is not None:
+        read = read * np.abs(known[1 - i])
+    elif node.op == "select_n" and known[0] is not None:
+        read = np.where(known[0] == i - 1, read, 0)
+    if read.ndim == x.ndim and read.shape != x.shape:
+        read = read.sum(tuple(k for k, n in enumerate(x.shape) if n == 1), keepdims=True)
+    pairs = zip(read.shape, x.shape, strict=False)
+    fits = read.ndim == x.ndim and all(n in (1, size) for n, size in pairs)
+    return np.broadcast_to(read if fits else read.mean(), x.shape)
 
 
 def compute(

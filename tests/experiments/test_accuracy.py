@@ -100,7 +100,12 @@ def test_blocks_with_a_head_have_two_lines_and_full_is_skipped_where_it_is_too_l
 
 @pytest.mark.slow
 def test_networks_that_are_trained_here(tmp_path, monkeypatch):
-    small = {"STEPS": 3, "NUM_BLOCKS": 1, "NUM_FEATURES": 8, "NETWORKS": {"cold": 0.1}}
+    small = {
+        "STEPS": 3,
+        "NUM_BLOCKS": 1,
+        "NUM_FEATURES": 8,
+        "NETWORKS": {"cold": (0.1, "every token")},
+    }
     for name, value in small.items():
         monkeypatch.setattr(trained, name, value)
     monkeypatch.setattr(accuracy, "SAMPLED", (10, 200))

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
+from moment_jax.propagation.propagator import Propagator
 from tests.builders import block_params, param_tree, random_block
 from tests.propagation.models import MyCNN, MyLanguageModel, MyMLP, MyViT
 
@@ -358,6 +359,90 @@ def test_a_row_without_a_key_is_undefined_and_no_other(structure):
     same, variance = moments(FIRST_MASKED)
     assert jnp.all(same)
     assert jnp.all(variance[1] > 0)
+
+
+PADDING, CAUSAL = jnp.arange(5)[None] < 3, jnp.tril(jnp.ones((5, 5), bool))
+ATTENDING = {n: WEIGHTS[n] for n in ("w", *"qkv")}
+
+
+def looking(p, h, mask=None):
+    scores = h @ p["q"] @ (h @ p["k"]).T
+    weights = jax.nn.softmax(scores if mask is None else jnp.where(mask, scores, -jnp.inf))
+    return h + weights @ (h @ p["v"])
+
+
+READ = {  # the mask, the read-out, and which tokens have nine tenths of the pool
+    "class token": (None, lambda h: h[0], [1, 0, 0, 0, 0]),
+    "two tokens": (None, lambda h: h[:2], [1, 1, 0, 0, 0]),
+    "a known mean": (None, lambda h: jnp.mean(h, 0, where=PADDING.T), [1, 1, 1, 0, 0]),
+    "normalised": (None, lambda h: standardized(h)[None, 3] @ jnp.ones((4, 2)), [0, 0, 0, 1, 0]),
+    "mean": (None, lambda h: h.mean(0), None),
+    "all": (None, lambda h: h, None),
+    "last of causal": (CAUSAL, lambda h: h[-1], [0, 0, 0, 0, 1]),
+    "all of causal": (CAUSAL, lambda h: h, None),
+    "padded": (PADDING, lambda h: h.mean(0), [1, 1, 1, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_the_pool_is_what_the_output_reads(name, monkeypatch):
+    mask, read, expected = READ[name]
+    own = Propagator.pool_read
+
+    class Found(Exception):  # noqa: N818
+        pass
+
+    def found(*args):
+        raise Found(own(*args))  # before anything else is computed
+
+    monkeypatch.setattr(Propagator, "pool_read", found)
+    x = jax.random.normal(jax.random.key(0), (5, 3))
+    with pytest.raises(Found) as stop:
+        mj.propagate(lambda p, x: read(looking(p, x @ p["w"], mask)))(ATTENDING, x)
+    (pool,) = stop.value.args
+    if expected is None:
+        assert pool is None
+    else:
+        assert jnp.abs(pool - jnp.asarray(expected) / sum(expected)).sum() < 0.2 + 1e-6
+        assert jnp.isclose(pool.sum(), 1)
+
+
+def test_a_class_token_has_its_own_covariance():
+    """Sampled networks in which its features' sds are others than those of all other tokens.
+
+    Beside the same read of the moments of all tokens, whose covariance is that of their sum.
+    """
+
+    def errors(key):
+        keys = jax.random.split(key, 6)
+        own, others = jax.random.uniform(keys[0], (2, 1, 4), minval=0.02, maxval=0.2)
+        sd = jnp.concatenate([own, jnp.tile(others, (8, 1))])
+        mean, chosen = jax.random.normal(keys[1], (9, 4)), jax.random.normal(keys[2], (4, 3))
+        kernels = {n: ATTENDING[n] for n in "qkv"}
+        truth = mj.monte_carlo(
+            lambda p: looking(p, p["x"])[0] @ chosen,
+            {**kernels, "x": mj.posterior.Factorized(mean, sd**2)},
+            keys[3],
+            20_000,
+        )
+        x = mean, mj.Separable.independent(sd**2)
+        read = mj.propagate(lambda p, x: looking(p, x)[0] @ chosen)(kernels, x)[1]
+        whole = mj.propagate(looking)(kernels, x)[1]
+        summed = whole.map_tokens(jnp.eye(9)[:1]).map_features(chosen)
+        ratios = [jnp.sqrt(cov.variance()[0]) / truth.standard_deviation for cov in (read, summed)]
+        return [jnp.mean(jnp.abs(ratio - 1)) for ratio in ratios]
+
+    keys = jax.random.split(jax.random.key(0), 12)
+    read, summed = (each.mean() for each in jax.jit(lambda k: jax.lax.map(errors, k))(keys))
+    assert read < 0.7 * summed, (read, summed)
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, PADDING], ids=["causal", "padding"])
+def test_tokens_hidden_from_the_one_that_is_read_have_no_influence(mask):
+    x = jax.random.normal(jax.random.key(0), (5, 3))
+    fn = jax.jit(mj.propagate(lambda p, x: looking(p, x @ p["w"], mask)[2]))
+    first, second = fn(ATTENDING, x), fn(ATTENDING, x.at[3:].set(7.0))
+    assert all(jax.tree.leaves(jax.tree.map(jnp.array_equal, first, second)))
 
 
 def test_a_closure_report_takes_a_receipt():
