@@ -155,3 +155,19 @@ def on_diagonal(shape: tuple[int, ...]) -> Array:
     """A boolean mask of the diagonal, (..., D, D)."""
     row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - back) for back in (2, 1))
     return row == column
+
+
+def with_automatic_axes(fn: Callable[..., Any], inputs: Any, batch_axes: int) -> Any:
+    """`fn(inputs)`, in which a mesh's explicit axes are left to XLA.
+
+    Explicit axes ask for the sharding of every reshape. Results are sharded along the batch axes.
+    """
+    kinds = (jax.typeof(x).sharding for x in jax.tree.leaves(inputs))
+    explicit = (s for s in kinds if jax.sharding.AxisType.Explicit in (s.mesh.axis_types or ()))
+    found = next(explicit, None)
+    if found is None:
+        return fn(inputs)
+    spec = jax.sharding.PartitionSpec(*found.spec[:batch_axes])
+    out = jax.sharding.NamedSharding(found.mesh, spec)
+    # As one program: single operations know nothing of the mesh.
+    return jax.jit(jax.sharding.auto_axes(fn, out_sharding=out))(inputs)

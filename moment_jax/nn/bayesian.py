@@ -25,6 +25,7 @@ from moment_jax.propagation import linearised as linearise
 from moment_jax.propagation.errors import shapes, takes, with_axes
 from moment_jax.propagation.propagator import is_random_input
 from moment_jax.propagation.receipt import Steps
+from moment_jax.xla import with_automatic_axes
 
 LIKELIHOODS = (Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian)
 Path = tuple[Any, ...]
@@ -386,17 +387,17 @@ class Bayesian(nnx.Module):
         else:
             of = propagate(fn, structure=self.structure, landmarks=self.landmarks, receipt=receipt)
 
-        def one(inputs: Any) -> Any:
+        def one(beliefs: Any, inputs: Any) -> Any:
             return of(beliefs, *(_with_batch(x, axes) for x in inputs))
 
         try:
             shape = self._output_shape(means, options)
             for _ in range(0 if receipt else axes):
-                one = jax.vmap(one)
+                one = jax.vmap(one, (None, 0))
             if receipt:
-                mean, cov, steps = one(jax.tree.map(lambda x: x[(0,) * axes], inputs))
+                mean, cov, steps = one(beliefs, jax.tree.map(lambda x: x[(0,) * axes], inputs))
                 return Moments(mean, cov), steps
-            mean, cov = one(inputs)
+            mean, cov = with_automatic_axes(lambda both: one(*both), (beliefs, inputs), axes)
         except Exception as error:
             known = _at_means(beliefs)
             self._explain(lambda x: fn(known, *x), means, options, error)

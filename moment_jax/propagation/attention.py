@@ -132,9 +132,12 @@ def _moments(
     seen = source.cov if read else pool_seen(source.cov, mask, memory=not own)
     cov = seen if own else x.cov
     repeated = any(len(np.unique(c)) < c.size for c in core.columns)
-    layers = [p.params(c) for p, c in zip(core.parts, core.columns, strict=True)]
-    if None in layers:
+    of_query, of_key, of_value = (
+        p.params(c) for p, c in zip(core.parts, core.columns, strict=True)
+    )
+    if of_query is None or of_key is None or of_value is None:
         return None  # no family for these columns
+    params = AttentionParams(of_query, of_key, of_value, output)
     turn = query.turn
     if level is not None:  # no score without a query
         k = core.columns[0].shape[1]
@@ -142,7 +145,7 @@ def _moments(
         turn = jnp.where(level[:, None, None], 0, turn)
 
     mean, out, carried = attended(
-        x.mean, cov, AttentionParams(*layers, output), len(core.columns[0]), mask, 2,
+        x.mean, cov, params, len(core.columns[0]), mask, 2,
         memory=None if own else (source.mean, seen), turns=(turn, key.turn),
     )  # fmt: skip
     parent: Any = x, carried
@@ -190,14 +193,15 @@ def _core(propagator: Propagator, node: Node) -> Core | None:
         weights, values = node.operands[side], node.operands[1 - side]
         if not isinstance(weights, Node) or isinstance(values, Weight):
             continue
-        found = regions.sources(weights, lambda n: n.op in regions.BY_ROW)
-        scores = next((x for x in found if x.op == "dot_general"), None)
+        before = regions.sources(weights, lambda n: n.op in regions.BY_ROW)
+        scores = next((x for x in before if x.op == "dot_general"), None)
         if scores is None or any(isinstance(x, Weight) for x in scores.operands):
             continue
         nodes = (*scores.operands, values)
-        parts = tuple(projection(propagator, x) for x in nodes)
+        found = (projection(propagator, x) for x in nodes)
+        parts = tuple(part for part in found if part is not None)
         layout = None
-        if all(parts) and _each_used_once(nodes, parts):
+        if len(parts) == 3 and _each_used_once(nodes, parts):
             layout = _find_layout(node, side, weights, scores, parts)
         apart = layout is not None and _apart(propagator, layout[0])
         if not apart:
@@ -247,8 +251,8 @@ def _side_by_side(propagator: Propagator, node: Node, core: Core) -> Core:
         placed.append(x.base.at(order))
     base = joined(propagator, node, placed)
     base.node = node
-    x = propagator.pooled(Moments(base, np.arange(base.mean.size).reshape(base.mean.shape)))
-    both = x.sequence((0,), (1,))
+    whole = Moments(base, np.arange(base.mean.size).reshape(base.mean.shape))
+    both = propagator.pooled(whole).sequence((0,), (1,))
     layer = DenseParams(Point(jnp.eye(ends[-1], dtype=base.mean.dtype)))
     parts = [part._replace(x=both, layer=layer) for part in core.parts]
     scale = core.parts[0].layer.kernel.mean[0, 0]  # that of the scores
@@ -453,5 +457,5 @@ def _find_layout(
     output = in_product(node, side, output)
     parts = (right, left, value) if swapped else parts
     core = Core(parts, (*columns, value_columns[pick[0], pick[2]]), output)
-    places = (np.where(table < 0, -1, x.ravel()[table]) for x in (at, entry))
-    return core, *places
+    at_scores, at_weights = (np.where(table < 0, -1, x.ravel()[table]) for x in (at, entry))
+    return core, at_scores, at_weights

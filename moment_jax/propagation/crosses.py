@@ -9,7 +9,7 @@ from functools import reduce
 from typing import Any
 
 from moment_jax.covariance.cross import plus
-from moment_jax.propagation.errors import refuse, register
+from moment_jax.propagation.errors import refuse, register, shapes, where
 from moment_jax.propagation.graph import Node, weights_in
 from moment_jax.propagation.moments import Base, Sequence, as_it_is
 from moment_jax.propagation.propagator import Propagator
@@ -46,9 +46,10 @@ def _between(propagator: Propagator, node: Node, u: Base, v: Base) -> Any:
         return None
     if (u, v) not in propagator.crosses:
         if v.parents is None:
-            raise _shared(node, v, "no rule tells how it depends on what came before")
+            raise _shared(node, v, "no rule tells how it depends on what came before", "")
         if overlap(_own(v), mine):
-            raise _shared(node, v, "both use the same weights")
+            batch = "One call on both inputs, as a batch jnp.stack([a, b]), uses them once. "
+            raise _shared(node, v, "both use the same weights", batch)
         total = None
         for x, carry in v.parents:
             given = _arranged(node, _between(propagator, node, u, x.base), x)
@@ -84,12 +85,10 @@ def _arranged(node: Node, cross: Any, x: Sequence) -> Any:
     return found
 
 
-def _shared(node: Node, v: Base, why: str) -> Exception:
-    from moment_jax.propagation.errors import shapes, where
-
-    place = f" (the one from {where(v.node.source)}: {why})" if isinstance(v.node, Node) else ""
+def _shared(node: Node, v: Base, why: str, fix: str) -> Exception:
+    place = f" (one from {where(v.node.source)}: {why})" if isinstance(v.node, Node) else ""
     return refuse(
         f"`{node.op}` of random {shapes(node.operands)}, which have a random array in common{place}",
         node.source,
-        f"No rule or pattern covers it. {register(node)}",
+        f"No rule or pattern covers it. {fix}{register(node)}",
     )

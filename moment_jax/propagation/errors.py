@@ -14,7 +14,10 @@ class PropagationError(Exception):
     """Raised for an operation on random values that `propagate` has no rule for."""
 
 
-LINEARISE = "use mj.linearised(fn), the network linearised in its weights"
+LINEARISE = (
+    "use mj.linearised(fn), or mj.Bayesian(network, linearised=True): the network linearised in its "
+    "weights"
+)
 
 
 def refuse(what: str, source: Any, fix: str) -> PropagationError:
@@ -25,8 +28,8 @@ def refuse(what: str, source: Any, fix: str) -> PropagationError:
 def register(node: Any) -> str:
     """How to fix the error for a node without a rule."""
     return (
-        f'Register one with mj.propagation_rule("{node.op}"), compute this part from certain weights, '
-        f"or {LINEARISE}."
+        f'Register one with mj.propagation_rule("{node.op}"), keep this part certain, as with '
+        f"mj.Bayesian(network, random=...), or {LINEARISE}. help(mj.propagate) lists what has no rule."
     )
 
 

@@ -227,8 +227,20 @@ def propagate(
     Layer and RMS normalisation, attention and residual sums are recognised by what they compute,
     whichever module wrote them, and use the library's transforms.
 
+    Where two arrays meet that depend on one another, as in residual sums, gates and concatenations,
+    their covariance is that through everything that they share, linearised: exact to first order in
+    `mj.Full`, and as far as the other structures can hold it.
+
+    No rule have: convolutions but those of patches (kernel = stride), maxima over windows or of more
+    than 4,096 entries, cumulative sums, sorting, scattered entries, random conditions and indices,
+    rounding and other functions that jump with curved pieces, recurrent loops, one weight array used
+    in two places other than a product with its transpose, and attention with a cap, a clip, a bias or a
+    sink between scores and weights. They raise an error that names the line; `mj.linearised` takes them
+    all, and so do certain weights.
+
     Assumes that weight arrays are independent of each other and of random inputs, and a single input:
-    for a batch, use jax.vmap (axes of size one are fine). A decoder's memory is taken as independent of
+    for a batch, use jax.vmap (axes of size one are fine); the examples of a batch that come in as one
+    array share their weights' noise. A decoder's memory is taken as independent of
     what attends to it, as in `mj.decoder_block`; the receipt says so. This is the right predictive
     distribution for variational posteriors; a Laplace approximation describes the linearised network, so
     use `linearised` there.

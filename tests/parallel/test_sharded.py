@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import moment_jax as mj
 from tests.builders import ALL_STRUCTURES
@@ -76,3 +76,15 @@ def test_messages():
     model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
     mj.parallel.shard(model, mesh)
     assert model.kernel[...].sharding.mesh == mesh
+
+
+@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+def test_explicit_axes_change_nothing(structure):
+    """Those of `jax.make_mesh`, which ask the plain network for nothing."""
+    network = mj.nn.EncoderBlock(4, 2, hidden_features=4, rngs=nnx.Rngs(0))
+    model = mj.Bayesian(network, structure=structure)
+    x = jax.random.normal(jax.random.key(0), (2, 3, 4))
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    y = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+    expected, found = (nnx.jit(lambda model, x: model(x).variance)(model, z) for z in (x, y))
+    assert jnp.allclose(jnp.asarray(found), expected, rtol=1e-5)
