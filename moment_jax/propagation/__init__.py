@@ -6,7 +6,6 @@ from moment_jax.propagation import (  # importing them registers their rules
     elementwise,
     feed_forward,
     loops,
-    maxima,
     normalization,
     products,
     tied,

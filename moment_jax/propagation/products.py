@@ -12,9 +12,12 @@ from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.expectations import ElementwiseMoments
 from moment_jax.expectations.rectified import with_jumps
 from moment_jax.propagation.crosses import covariance
+from moment_jax.propagation.errors import refuse, register
 from moment_jax.propagation.graph import Node, is_random
 from moment_jax.propagation.moments import Axes, Moments, Sequence, as_rows, fresh
 from moment_jax.propagation.propagator import Propagator, rule
+
+MOST = 64  # entries of which a maximum is taken
 
 
 class _Pair(NamedTuple):
@@ -24,6 +27,7 @@ class _Pair(NamedTuple):
     b: Sequence
     cross: Any  # Cov[a, b]
     axes: tuple[Axes, Axes]
+    shape: tuple[int, ...]
 
     def weighted(self, p: Any, q: Any) -> Any:
         """The covariance of p a + q b, p and q (T, D)."""
@@ -32,17 +36,22 @@ class _Pair(NamedTuple):
             cross = cross.rescale(q).T.rescale(p).T
         return self.a.cov.rescale(p).add_branch(self.b.cov.rescale(q), cross)
 
-    def result(self, node: Node, mean: Array, cov: Any, p: Array, q: Array) -> Moments:
+    def result(self, mean: Array, cov: Any, p: Array, q: Array) -> Moments:
         """An array that is p a + q b to first order."""
         parents = (self.a, lambda c: c.rescale(p)), (self.b, lambda c: c.rescale(q))
-        return fresh(mean, cov, node.shape, *self.axes, parents)
+        return fresh(mean, cov, self.shape, *self.axes, parents)
 
 
-def _pair(propagator: Propagator, node: Node, operands: Any) -> _Pair:
-    m, other = (propagator.moments(x).broadcast(node.shape) for x in operands)
+def _pair(propagator: Propagator, node: Node, shape: Any, *operands: Moments) -> _Pair:
+    m, other = (x.broadcast(shape) for x in operands)
     axes = max(m, other, key=lambda x: x.mean.size).natural()
     a, b = m.sequence(*axes), other.sequence(*axes)
-    return _Pair(a, b, covariance(propagator, node, a, b), axes)
+    return _Pair(a, b, covariance(propagator, node, a, b), axes, tuple(shape))
+
+
+def _operands(propagator: Propagator, node: Node) -> _Pair:
+    """Those of an operation on two arrays."""
+    return _pair(propagator, node, node.shape, *map(propagator.moments, node.operands))
 
 
 @rule("mul", "div")
@@ -50,8 +59,8 @@ def _product(propagator: Propagator, node: Node) -> Moments | None:
     """Moments to second order in the noise; a quotient is a product with the reciprocal's moments."""
     if not all(map(is_random, node.operands)):
         return None
-    pair = _pair(propagator, node, node.operands)
-    a, b, cross, _ = pair
+    pair = _operands(propagator, node)
+    a, b, cross, *_ = pair
     other, other_cov, slope = b.mean, b.cov, jnp.ones_like(b.mean)
     if node.op == "div":
         moments = _reciprocal(b.mean, b.cov.variance())
@@ -66,7 +75,7 @@ def _product(propagator: Propagator, node: Node) -> Moments | None:
     if node.op == "div":
         assumed += ", the divisor of one sign"
     propagator.note(node, "product" if node.op == "mul" else "quotient", assumed)
-    return pair.result(node, mean, cov, other, a.mean * slope)
+    return pair.result(mean, cov, other, a.mean * slope)
 
 
 def _reciprocal(mean: Array, variance: Array) -> ElementwiseMoments:
@@ -80,8 +89,12 @@ def _reciprocal(mean: Array, variance: Array) -> ElementwiseMoments:
 
 @rule("max", "min")
 def _larger(propagator: Propagator, node: Node) -> Moments | None:
+    propagator.note(node, "maximum" if node.op == "max" else "minimum", "operands jointly Gaussian")
+    return _extreme(_operands(propagator, node), 1 if node.op == "max" else -1)
+
+
+def _extreme(pair: _Pair, sign: int) -> Moments:
     """B + relu(a - b), or b - relu(b - a), by the moments of the difference (Clark)."""
-    pair, sign = _pair(propagator, node, node.operands), 1 if node.op == "max" else -1
     one = jnp.ones_like(pair.a.mean)
     difference = pair.weighted(one, -one)
     moments = expectations.rectified(sign * (pair.a.mean - pair.b.mean), difference.variance())
@@ -89,21 +102,44 @@ def _larger(propagator: Propagator, node: Node) -> Moments | None:
     left = moments.variance - gain**2 * difference.variance()
     rest = moments._replace(variance=left, gain=jnp.zeros_like(gain))
     cov = pair.weighted(gain, 1 - gain).add(difference.elementwise(rest))
-    propagator.note(node, "maximum" if sign > 0 else "minimum", "operands jointly Gaussian")
-    return pair.result(node, pair.b.mean + sign * moments.mean, cov, gain, 1 - gain)
+    return pair.result(pair.b.mean + sign * moments.mean, cov, gain, 1 - gain)
+
+
+@rule("reduce_max", "reduce_min")
+def _largest(propagator: Propagator, node: Node) -> Moments | None:
+    """A tournament of maxima of two."""
+    m, axes = propagator.moments(node.operands[0]), node.params["axes"]
+    left = [i for i in range(m.ndim) if i not in axes]
+    entrants = [
+        Moments(m.base, places)
+        for places in m.places.transpose(*axes, *left).reshape(-1, *node.shape)
+    ]
+    if len(entrants) > MOST:
+        raise refuse(f"`{node.op}` of more than {MOST} entries", node.source, register(node))
+    while len(entrants) > 1:
+        pairs = zip(entrants[::2], entrants[1::2], strict=False)
+        winners = [_pair(propagator, node, node.shape, *pair) for pair in pairs]
+        last = entrants[-1:] if len(entrants) % 2 else []
+        entrants = [_extreme(x, 1 if node.op == "reduce_max" else -1) for x in winners] + last
+        for x in entrants:
+            x.base.node = x.base.node or node
+    propagator.note(node, node.op.replace("reduce_", ""), "entries jointly Gaussian")
+    return entrants[0]
 
 
 @rule("gt", "ge", "lt", "le")
 def _compared(propagator: Propagator, node: Node) -> Moments | None:
-    """One where the difference is positive, zero elsewhere."""
-    pair, sign = _pair(propagator, node, node.operands), 1 if node.op in ("gt", "ge") else -1
+    """One where the difference is positive, zero elsewhere; of what is jointly Gaussian."""
+    pair, sign = _operands(propagator, node), 1 if node.op in ("gt", "ge") else -1
+    if pair.cross is not None and pair.a.base is not pair.b.base:
+        return None  # such as an array and its maximum
     one = jnp.ones_like(pair.a.mean)
     difference = pair.weighted(one, -one)
     at = sign * (pair.a.mean - pair.b.mean)
     moments = with_jumps(at, difference.variance(), [], [0.0], 0.0, [(0.0, 1.0)])
     propagator.note(node, "comparison", "operands jointly Gaussian")
     gain = sign * moments.gain
-    return pair.result(node, moments.mean, difference.elementwise(moments), gain, -gain)
+    return pair.result(moments.mean, difference.elementwise(moments), gain, -gain)
 
 
 @rule("select_n")
@@ -112,10 +148,10 @@ def _chosen(propagator: Propagator, node: Node) -> Moments | None:
     condition, *cases = node.operands
     if is_random(condition) or len(cases) != 2 or np.shape(condition) != tuple(node.shape):
         return None
-    pair = _pair(propagator, node, cases[::-1])
+    pair = _pair(propagator, node, node.shape, *map(propagator.moments, cases[::-1]))
     chosen = as_rows(condition, *pair.axes)
     p = chosen.astype(pair.a.mean.dtype)
     propagator.note(node, "select_n", "operands jointly Gaussian")
     return pair.result(
-        node, jnp.where(chosen, pair.a.mean, pair.b.mean), pair.weighted(p, 1 - p), p, 1 - p
+        jnp.where(chosen, pair.a.mean, pair.b.mean), pair.weighted(p, 1 - p), p, 1 - p
     )

@@ -232,7 +232,7 @@ def propagate(
     `mj.Full`, and as far as the other structures can hold it.
 
     No rule have: convolutions but those of patches (kernel = stride), maxima over windows or of more
-    than 4,096 entries, cumulative sums, sorting, scattered entries, random conditions and indices,
+    than 64 entries, cumulative sums, sorting, scattered entries, random conditions and indices,
     rounding and other functions that jump with curved pieces, recurrent loops, one weight array used
     in two places other than a product with its transpose, and attention with a cap, a clip, a bias or a
     sink between scores and weights. They raise an error that names the line; `mj.linearised` takes them
