@@ -178,8 +178,8 @@ class Separable(Covariance):
     ) -> Self:
         """Covariance of a constant array of this (T, D) shape.
 
-        Its token Gram matrices are kept at `landmarks` evenly spaced tokens (at all, if there are no
-        more) and on the diagonal, which makes attention cost T^2 in place of T^3. None means all of up
+        Its token Gram matrices are kept at `landmarks` tokens, denser at the start (at all, if there are
+        no more), and on the diagonal, which makes attention cost T^2 in place of T^3. None means all of up
         to 256 tokens, and 64 of more. A mask that is not the same for all queries, such as a causal
         one, needs all, for a later landmark tells about earlier tokens: landmarks=T.
         """
@@ -306,7 +306,9 @@ class Separable(Covariance):
 
     def map_tokens(self, weights: Array) -> Self:
         if isinstance(self.tokens, TokenGram):
-            tokens = product(pulled(weights, self.tokens), weights, count_of(self.tokens))
+            shown = self.pool > 0  # others, such as padding, tell nothing
+            mapped = pulled(weights, self.tokens, shown)
+            tokens = product(mapped, weights, count_of(self.tokens))
         else:
             tokens = feature_gram(weights, self.tokens)
         shares = weights**2 @ self.variances
