@@ -346,7 +346,7 @@ def _read(
         rows = rows._replace(mask=jnp.asarray(allowed[0]))
     query, *others = core.parts
     factor = scale * width**0.5
-    query = query if abs(factor - 1) < 1e3 * eps else query.times(factor)
+    query = query if abs(factor - 1) < min(1e3 * eps, 0.01) else query.times(factor)
     if core.columns[2].shape[1] != width:
         return None
     return core._replace(parts=(query, *others), rows=rows)

@@ -553,6 +553,21 @@ def test_what_caps_the_scores_of_attention_is_named(name):
         jax.eval_shape(fn, WEIGHTS, jnp.ones((2, 3)))
 
 
+def test_the_scale_of_attention_is_read_in_low_precision():
+    """Scores without 1 / sqrt(K)."""
+
+    def written(p, x, dtype):
+        q, k, v = ((x @ p[name]).astype(dtype) for name in "qkv")
+        return (jax.nn.softmax(q @ k.T) @ v).astype(jnp.float32)
+
+    weights = {name: belief(i, 3, 9) for i, name in enumerate("qkv")}
+    x = 2 * jax.random.normal(jax.random.key(3), (4, 3))
+    dtypes = jnp.bfloat16, jnp.float32
+    low, high = (mj.propagate(partial(written, dtype=dtype))(weights, x) for dtype in dtypes)
+    assert jnp.allclose(low[0], high[0], atol=0.03)
+    assert jnp.allclose(low[1].variance(), high[1].variance(), rtol=0.05)
+
+
 def test_convolutions_are_refused_with_the_line_of_the_model():
     model = MyCNN(nnx.Rngs(0))
     model.eval()
