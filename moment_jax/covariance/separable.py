@@ -178,10 +178,10 @@ class Separable(Covariance):
     ) -> Self:
         """Covariance of a constant array of this (T, D) shape.
 
-        Its token Gram matrices are kept at `landmarks` tokens, denser at the start (at all, if there are
-        no more), and on the diagonal, which makes attention cost T^2 in place of T^3. None means all of up
-        to 256 tokens, and 64 of more. A mask that is not the same for all queries, such as a causal
-        one, needs all, for a later landmark tells about earlier tokens: landmarks=T.
+        Its token Gram matrices are kept at `landmarks` tokens, denser at the start (at all, if there
+        are no more), and on the diagonal, which makes attention cost T^2 in place of T^3. None means
+        all of up to 256 tokens, and 64 of more. A mask that is not the same for all queries, such as a
+        causal one, needs all, for a later landmark tells about earlier tokens: landmarks=T.
         """
         t, d = sequence_shape(cls, shape)
         count = num_landmarks(f"{cls.__name__}.zeros", t, landmarks)

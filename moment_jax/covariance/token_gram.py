@@ -38,8 +38,8 @@ _BLOCK = 4  # rows eliminated at once
 class TokenGram:
     """A semidefinite G (T, T) that is known at landmark tokens: its columns there, and its diagonal.
 
-    Landmarks are denser at the start, the first and the last token among them. Sums, multiples and entrywise
-    products keep exactly the numbers that they are given. A product with a matrix is that of
+    Landmarks are denser at the start, the first and the last token among them. Sums, multiples and
+    entrywise products keep exactly the numbers that they are given. A product with a matrix is that of
     `nystroem`.
     """
 

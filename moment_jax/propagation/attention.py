@@ -19,7 +19,7 @@ from moment_jax.layers.seen import pool_seen
 from moment_jax.posterior import Factorized, OutputShared, Point
 from moment_jax.propagation import regions
 from moment_jax.propagation.crosses import joined
-from moment_jax.propagation.dense import Projection, projection
+from moment_jax.propagation.dense import Projection, projection, turned
 from moment_jax.propagation.errors import LINEARISE, refuse
 from moment_jax.propagation.graph import Node, as_weight, weights_in
 from moment_jax.propagation.moments import Axes, Base, Moments, as_rows, made, ordered, taken
@@ -230,7 +230,14 @@ def _apart(propagator: Propagator, core: Core) -> bool:
 
 
 def _as_it_is(propagator: Propagator, value: Any, features: Axes) -> Projection:
-    """Any array as a layer of itself: the identity. A certain one has these features."""
+    """Any array as a layer of itself, the identity, turned by rotary positions if it has some.
+
+    A certain one has these features.
+    """
+    if isinstance(value, Node):
+        found = turned(propagator, value, partial(_as_it_is, features=features))
+        if found is not None:
+            return found
     known = not isinstance(value, Node)
     m = propagator.certain(value, features) if known else propagator.moments(value)
     x = m.sequence()
@@ -261,10 +268,16 @@ def _side_by_side(propagator: Propagator, node: Node, core: Core) -> Core:
     columns = tuple(c + start for c, start in zip(core.columns, starts, strict=True))
     mask, level, lost, even = core.rows
     if queries != keys:  # rows and columns that nobody looks at
+        grow = [(0, count - queries), (0, count - keys), (0, 0)]
+        parts = [
+            part
+            if part.turn is None
+            else part._replace(turn=jnp.pad(part.turn, (n, (0, 0), (0, 0))))
+            for part, n in zip(parts, grow, strict=True)
+        ]
         mask = jnp.ones((1, queries, keys), bool) if mask is None else mask
         mask = jnp.broadcast_to(mask, (mask.shape[0] if mask.ndim == 3 else 1, queries, keys))
-        grow = (0, 0), (0, count - queries), (0, 0)
-        mask = jnp.pad(mask, grow, constant_values=True)
+        mask = jnp.pad(mask, ((0, 0), grow[0], (0, 0)), constant_values=True)
         mask = jnp.pad(mask, ((0, 0), (0, 0), (0, count - keys)))
         mask = jnp.broadcast_to(mask, (len(core.columns[0]), count, count))
         if level is not None:

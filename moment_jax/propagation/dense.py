@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -294,7 +295,7 @@ def projection(propagator: Propagator, node: Any) -> Projection | None:
         found = _with_bias(propagator, node)
     elif node.op in ("mul", "div"):
         found = _scaled(propagator, node)
-    return _turned(propagator, node) if found is None else found
+    return turned(propagator, node, projection) if found is None else found
 
 
 def _with_bias(propagator: Propagator, node: Node) -> Projection | None:
@@ -327,7 +328,9 @@ def _scaled(propagator: Propagator, node: Node) -> Projection | None:
     return None
 
 
-def _turned(propagator: Propagator, node: Node) -> Projection | None:
+def turned(
+    propagator: Propagator, node: Node, inner_of: Callable[[Propagator, Node], Projection | None]
+) -> Projection | None:
     """A known linear map of the last axis, different for each token, such as rotary positions."""
 
     def linear(n: Node) -> bool:
@@ -337,7 +340,7 @@ def _turned(propagator: Propagator, node: Node) -> Projection | None:
     for source in sources(node, linear):
         if source.shape != node.shape or source.op == "concatenate":
             continue
-        inner = projection(propagator, source)
+        inner = inner_of(propagator, source)
         if inner is None or inner.turn is not None:
             return None
         turn = _turn(node, source, inner)
