@@ -235,9 +235,16 @@ def _as_it_is(propagator: Propagator, value: Any, features: Axes) -> Projection:
     A certain one has these features.
     """
     if isinstance(value, Node):
-        found = turned(propagator, value, partial(_as_it_is, features=features))
-        if found is not None:
-            return found
+        first, *rest = value.operands
+        if is_view(value) and isinstance(first, Node) and all(map(is_known, rest)):
+            inner = _as_it_is(propagator, first, features)
+            places = moved(value, inner.places, rest)
+            if inner.turn is not None and places is not None:
+                return inner._replace(places=places[value.output])
+        else:
+            found = turned(propagator, value, partial(_as_it_is, features=features))
+            if found is not None:
+                return found
     known = not isinstance(value, Node)
     m = propagator.certain(value, features) if known else propagator.moments(value)
     x = m.sequence()
