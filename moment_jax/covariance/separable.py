@@ -434,7 +434,7 @@ class Separable(Covariance):
         else:
             by_token = 2 * by_token
         tokens = self.tokens + branch.tokens + by_token
-        by_feature = cross.features * (pulled(self.pool, cross.tokens) @ self.pool)
+        by_feature = cross.features * jnp.sum(pulled(self.pool, cross.tokens) * self.pool)
         features = self.features + branch.features + by_feature + by_feature.T
         if self.shape[1] <= NARROW:
             features = definite(features)

@@ -88,20 +88,27 @@ def test_a_decoders_memory_is_independent_in_every_block(structure):
     assert ["attended to it before" in note for note in notes] == [False, True, True]
 
 
-def test_a_part_of_the_memory_is_no_decoder():
-    """Queries that are tokens of the memory share its noise directly, and are refused."""
+def test_queries_that_are_a_part_of_the_memory_share_its_noise():
+    """A class token that looks at all: the first row of self-attention."""
 
     class ClassAttention(nnx.Module):
-        def __init__(self):
+        def __init__(self, count):
+            self.count = count
             self.embed = nnx.Linear(D, D, rngs=nnx.Rngs(0))
             self.attention = nnx.MultiHeadAttention(2, D, decode=False, rngs=nnx.Rngs(1))
 
         def __call__(self, x):
             x = self.embed(x)
-            return self.attention(x[:, :1], x, x)
+            return self.attention(x[:, : self.count], x, x)
 
-    with pytest.raises(mj.PropagationError):
-        mj.Bayesian(ClassAttention())(X)
+    def moments(count):
+        model = mj.Bayesian(ClassAttention(count), structure=mj.Full, batch_axes=0)
+        found = nnx.jit(lambda model, x: model(x))(model, X[:1])
+        return found.mean[0], found.cov.cov
+
+    (mean, cov), (first, of_first) = moments(T), moments(1)
+    assert jnp.allclose(first, mean[:1], rtol=1e-5)
+    assert jnp.allclose(of_first, cov[:1, :, :1], rtol=1e-4, atol=1e-7)
 
 
 def test_random_inputs_and_their_functions_share_their_noise():

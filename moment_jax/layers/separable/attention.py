@@ -267,7 +267,7 @@ def _through_values(
     carried = safe_sqrt(jnp.sum(paths**2, axis=(1, 2)))
     carried = safe_divide(carried, jnp.sum(carried))
     reached = total @ pulled(cross.pools[0], cross.tokens)  # (H,)
-    paths = jnp.tensordot(safe_divide(reached, reached @ carried), paths, 1)
+    paths = jnp.tensordot(safe_divide(reached, jnp.sum(reached * carried)), paths, 1)
     tokens = through(cross.tokens, jnp.tensordot(carried, weights, 1).T)
     return SeparableCross(tokens, cross.features @ paths, (cross.pools[0], pool))
 
