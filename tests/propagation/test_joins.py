@@ -155,7 +155,9 @@ def sampled():
 
 
 @pytest.mark.parametrize("name", JOINS)
-@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(
+    "structure", [mj.Full, *(pytest.param(s, marks=pytest.mark.slow) for s in STRUCTURES[1:])]
+)
 def test_networks_whose_values_meet_again(name, structure, sampled):
     fn, weights = networks(name)
     mean, cov = jax.jit(lambda w: mj.propagate(fn, structure=structure)(w))(weights)
