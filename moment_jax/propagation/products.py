@@ -79,10 +79,13 @@ def _product(propagator: Propagator, node: Node) -> Moments | None:
 
 
 def _reciprocal(mean: Array, variance: Array) -> ElementwiseMoments:
-    """Moments of 1 / x for an x that keeps its sign, log-normal: those of a Gaussian are infinite."""
+    """Moments of 1 / x for an x that keeps its sign, log-normal: those of a Gaussian are infinite.
+
+    NaN where x is within two sd of zero, and may change its sign.
+    """
     inverse = 1 / mean
     relative = variance * inverse**2
-    out = inverse * (1 + relative)
+    out = jnp.where(relative < 0.25, inverse * (1 + relative), jnp.nan)
     rest = safe_sqrt(relative * (out**2 - inverse**2))
     return ElementwiseMoments(out, relative * out**2, -(inverse**2), rest)
 

@@ -167,3 +167,9 @@ def test_networks_whose_values_meet_again(name, structure, sampled):
     far = HARD.get(structure, {}).get(name, far)
     assert jnp.mean(jnp.abs(mean - expected)) < off * jnp.mean(sd)
     assert jnp.mean(jnp.abs(cov.sd() - sd) / jnp.maximum(sd, least)) < far
+
+
+def test_a_divisor_that_may_change_its_sign_makes_nan():
+    weights = mj.posterior.Factorized(jnp.array([1.0, 1.0, 1.0, 0.1]), jnp.full(4, 0.01))
+    mean, _ = mj.propagate(lambda w: w[:2] / jnp.tanh(w[2:]))(weights)
+    assert jnp.array_equal(jnp.isnan(mean), jnp.array([[False, True]]))
