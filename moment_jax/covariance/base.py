@@ -205,11 +205,8 @@ class Covariance(abc.ABC):
 
     def map_heads(self, weights: Array) -> Self:
         """Covariance of weights_h @ x_h for each of H groups of features, weights (H, U, T)."""
-        full = self.full().with_itself().map_heads(weights)
-        assert full is not None
-        full = full.T.map_heads(weights)
-        assert full is not None
-        return self.project(full.cov)
+        half = self.full().with_itself().map_heads(weights)
+        return self.project(half.T.map_heads(weights).cov)
 
     # -- random parameters and nonlinearities -------------------------------------------------------
 

@@ -35,17 +35,17 @@ class Cross(NamedTuple):
         """Cov[x, z_s @ kernels_s], kernels (S, E, O)."""
         return Cross(jnp.einsum("tdsi,sio->tdso", self.cov, kernels))
 
-    def map_tokens(self, weights: Array) -> Cross | None:
+    def map_tokens(self, weights: Array) -> Cross:
         """Cov[x, weights @ z], weights (U, S)."""
         return Cross(jnp.einsum("us,tdsi->tdui", weights, self.cov))
 
-    def map_heads(self, weights: Array) -> Cross | None:
+    def map_heads(self, weights: Array) -> Cross:
         """Cov[x, weights_h @ z_h] for each of H groups of features, weights (H, U, S)."""
         t, d, s, e = self.cov.shape
         groups = self.cov.reshape(t, d, s, len(weights), -1)
         return Cross(jnp.einsum("hus,tdshk->tduhk", weights, groups).reshape(t, d, -1, e))
 
-    def take(self, rows: np.ndarray, columns: np.ndarray) -> Cross | None:
+    def take(self, rows: np.ndarray, columns: np.ndarray) -> Cross:
         """Cov[x, z[rows][:, columns]]; -1 stands for zeros."""
         known = (rows >= 0)[:, None] & (columns >= 0)
         return Cross(jnp.where(known, self.cov[:, :, rows][..., columns], 0))

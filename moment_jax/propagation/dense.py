@@ -118,7 +118,8 @@ def _dense(propagator: Propagator, node: Node) -> Moments | None:
 def _with_kernel(propagator: Propagator, node: Node) -> Node:
     """The product with a kernel that is a function of weights alone, such as a normalised one.
 
-    What that function's moments say of the kernel is a belief about it.
+    What that function's moments say of the kernel is a belief about it: with all covariances in `Full`,
+    of independent entries in other structures.
     """
     for side in (1, 0):
         kernel = node.operands[side]
