@@ -93,7 +93,7 @@ def define_pairs() -> type[Covariance]:
         num_axes = 4
 
         @classmethod
-        def zeros(cls, shape, dtype=jnp.float32):
+        def zeros(cls, shape, dtype=jnp.float32, landmarks=None):
             return cls(jnp.zeros(2 * shape, dtype))
 
         @classmethod

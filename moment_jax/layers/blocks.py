@@ -12,7 +12,6 @@ from moment_jax.layers.feed_forward import Activation, fed_forward, relu
 from moment_jax.layers.norm import layer_norm, normalized
 from moment_jax.layers.params import DecoderBlockParams, EncoderBlockParams, NormParams, S
 from moment_jax.layers.rules import Carry
-from moment_jax.layers.seen import pool_seen
 from moment_jax.xla import materialized_inputs
 
 Branch = Callable[[Array, Any], tuple[Array, Any, Carry]]
@@ -68,7 +67,7 @@ def encoder_block(
     Source: Transformer derivation, section 4.
     """
     check_moments("encoder_block", mean, cov)
-    cov = pool_seen(cov, mask)
+    cov = cov.seen_by(mask)
     norm = Normalization(norm_first, epsilon, order)
     attend = partial(attended, params=params.attention, num_heads=num_heads, mask=mask, order=order)
     transform = partial(fed_forward, params=params.feed_forward, activation=activation)
@@ -112,8 +111,8 @@ def decoder_block(
     Source: Transformer derivation, section 1.1.
     """
     check_moments("decoder_block", mean, cov)
-    cov = pool_seen(cov, mask)
-    memory = memory_mean, pool_seen(memory_cov, memory_mask, memory=True)
+    cov = cov.seen_by(mask)
+    memory = memory_mean, memory_cov.seen_by(memory_mask, memory=True)
     norm = Normalization(norm_first, epsilon, order)
     heads = partial(attended, num_heads=num_heads, order=order)
     attend = partial(heads, params=params.self_attention, mask=mask)

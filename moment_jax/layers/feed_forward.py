@@ -11,6 +11,7 @@ from jax import Array
 from moment_jax import expectations
 from moment_jax.covariance import Covariance, Diagonal
 from moment_jax.layers.checks import check_kernel, check_moments, takes
+from moment_jax.layers.dense import dense
 from moment_jax.layers.params import FeedForwardParams, S
 from moment_jax.layers.rules import Carry, Moments, rules_of
 from moment_jax.xla import materialized_inputs
@@ -107,7 +108,23 @@ def fed_forward(
     check_moments("feed_forward", mean, cov)
     check_kernel("feed_forward", mean.shape[1], params.hidden.kernel)
     check_kernel("feed_forward", params.hidden.kernel.shape[1], params.output.kernel)
-    return rules_of(cov).feed_forward(mean, cov, params, moments_of(activation))
+    rule = rules_of(type(cov)).feed_forward or _layer_by_layer
+    return rule(mean, cov, params, moments_of(activation))
+
+
+def _layer_by_layer(
+    mean: Array, cov: S, params: FeedForwardParams, activation: Moments
+) -> tuple[Array, S, Carry]:
+    """The rule of structures without one of their own: `dense`, the activation, `dense`."""
+    hidden, hidden_cov = dense(mean, cov, params.hidden)
+    moments = activation(hidden, hidden_cov.variance())
+    out, out_cov = dense(moments.mean, hidden_cov.elementwise(moments), params.output)
+
+    def carry(cross: Any) -> Any:
+        cross = cross.map_features(params.hidden.kernel.mean).rescale(moments.gain)
+        return cross.map_features(params.output.kernel.mean)
+
+    return out, out_cov, carry
 
 
 def moments_of(transform: Activation) -> Moments:

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moment_jax.covariance import Diagonal, Separable
+from moment_jax.covariance import Diagonal
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt
+from moment_jax.covariance.pool import pool_seen
 from moment_jax.layers.attention import attended
 from moment_jax.layers.dense import dense
 from moment_jax.layers.params import AttentionParams, DenseParams
-from moment_jax.layers.seen import pool_seen
 from moment_jax.posterior import Factorized, OutputShared, Point
 from moment_jax.propagation import regions
 from moment_jax.propagation.crosses import joined
@@ -123,13 +123,15 @@ def _moments(
     own = x.mean is source.mean
     # Nothing is hidden by order where each looks at whom it is seen by, as in a batch of sequences.
     mutual = is_known(mask) and mask.ndim == 2 and np.array_equal(mask, np.transpose(mask))
-    if own and propagator.pool is None and isinstance(x.cov, Separable):
+    if own and propagator.pool is None and x.cov.pools:
         pool = propagator.pool_read(len(x.mean), mask)
         if pool is not None or not (mutual or mask is None):
-            zeros = type(source.cov).zeros(source.cov.shape, source.cov.dtype)
-            raise Pooled(*((pool_seen(zeros, mask).pool, False) if pool is None else (pool, True)))
+            if pool is not None:
+                raise Pooled(pool, True)
+            seen = pool_seen(mask, jnp.zeros(len(x.mean), bool))
+            raise Pooled(seen.astype(x.cov.dtype), False)
     read = mutual or (own and propagator.reading and source.cov.pool is propagator.pool)
-    seen = source.cov if read else pool_seen(source.cov, mask, memory=not own)
+    seen = source.cov if read else source.cov.seen_by(mask, memory=not own)
     cov = seen if own else x.cov
     repeated = any(len(np.unique(c)) < c.size for c in core.columns)
     of_query, of_key, of_value = (

@@ -11,7 +11,7 @@ from jax import Array
 
 from moment_jax.covariance import Full
 from moment_jax.layers.dense import dense
-from moment_jax.layers.embedding import embedding
+from moment_jax.layers.ends import embedding
 from moment_jax.layers.params import DenseParams
 from moment_jax.posterior import Factorized, FullNormal, Point
 from moment_jax.propagation.graph import Node, as_weight, independent, is_random

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from moment_jax.covariance import Diagonal, Separable
+from moment_jax.covariance import Diagonal
 from moment_jax.layers.params import DenseParams, FeedForwardParams
 from moment_jax.layers.rules import rules_of
 from moment_jax.propagation.dense import projection, read_dense
@@ -18,7 +18,8 @@ from moment_jax.propagation.regions import univariate
 @pattern
 def _feed_forward(propagator: Propagator, node: Node) -> Moments | None:
     """A dense layer, a function, and a dense layer back to as many features, in `Separable`."""
-    if node.op != "dot_general" or not issubclass(propagator.structure, Separable):
+    rule = rules_of(propagator.structure).feed_forward
+    if node.op != "dot_general" or rule is None:
         return None
     for value in node.nodes:
         found = univariate(value)
@@ -42,7 +43,7 @@ def _feed_forward(propagator: Propagator, node: Node) -> Moments | None:
         if isinstance(transform, Pieces):
             continue
         params = FeedForwardParams(hidden.layer, DenseParams(output.layer.kernel))
-        mean, cov, carry = rules_of(x.cov).feed_forward(x.mean, x.cov, params, transform)
+        mean, cov, carry = rule(x.mean, x.cov, params, transform)
         propagator.note(node, f"feed_forward ({name})", "input and kernels independent")
         return made(mean, cov, output.places, (x, carry))
     return None

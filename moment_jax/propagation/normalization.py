@@ -13,9 +13,9 @@ from jax import Array
 
 from moment_jax.covariance.numerics import correlation_of, safe_sqrt
 from moment_jax.expectations import softmax_expansion, softmax_jacobian
+from moment_jax.layers.ends import softmax
 from moment_jax.layers.norm import normalized
 from moment_jax.layers.params import NormParams
-from moment_jax.layers.softmax import softmax
 from moment_jax.posterior import Point
 from moment_jax.propagation.crosses import joined
 from moment_jax.propagation.graph import Node

@@ -13,8 +13,7 @@ import numpy as np
 from jax import Array
 
 from moment_jax.covariance import STRUCTURES, Covariance, Separable
-from moment_jax.covariance.separable import started
-from moment_jax.layers.seen import pool_read
+from moment_jax.covariance.pool import pool_read
 from moment_jax.posterior import Factorized, Posterior
 from moment_jax.propagation.errors import PropagationError, explain, refuse, register, shapes, where
 from moment_jax.propagation.graph import (
@@ -110,7 +109,7 @@ class Propagator:
             x = as_floating(array)
             tokens = tuple(i for i in range(x.ndim) if i not in features)
             mean = as_rows(x, tokens, features)
-            cov = started(self.structure, mean.shape, mean.dtype, self.landmarks)
+            cov = self.structure.zeros(mean.shape, mean.dtype, self.landmarks)
             found = fresh(mean, cov, x.shape, tokens, features, ())
             self.known[key] = array, self.pooled(found)  # kept, so that no id is reused
         return self.known[key][1]

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from moment_jax.covariance import Covariance
-from moment_jax.covariance.separable import started
 from moment_jax.posterior import (
     Factorized,
     FullNormal,
@@ -114,7 +113,7 @@ class Weight(View):
         posterior = self.posterior
         mean = jnp.reshape(posterior.mean, (-1, (posterior.shape or (1,))[-1]))
         if isinstance(posterior, Point):
-            cov: Any = started(structure, mean.shape, mean.dtype, landmarks)
+            cov: Any = structure.zeros(mean.shape, mean.dtype, landmarks)
         elif isinstance(posterior, FullNormal):
             cov = structure.project(jnp.reshape(posterior.cov, (*mean.shape, *mean.shape)))
         elif isinstance(posterior, MatrixNormal):
