@@ -17,8 +17,9 @@ from moment_jax.covariance.fields import (
     register_fields,
 )
 from moment_jax.covariance.numerics import nonnegative, safe_sqrt
+from moment_jax.linalg import psd_logdet, psd_sqrt
 from moment_jax.posterior.base import Posterior
-from moment_jax.posterior.linalg import outer, psd_logdet, psd_sqrt
+from moment_jax.posterior.independent import outer
 from moment_jax.posterior.prior import GaussianPrior, divergence
 from moment_jax.xla import diagonal_of
 

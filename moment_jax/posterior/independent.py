@@ -16,9 +16,14 @@ from moment_jax.covariance.fields import (
 )
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.posterior.base import Posterior
-from moment_jax.posterior.linalg import outer
 from moment_jax.posterior.prior import GaussianPrior, divergence, log_density
 from moment_jax.xla import diagonal_matrix, diagonal_of
+
+
+def outer(total: Array, cov: Array) -> Array:
+    """(...) times an array: (..., *cov.shape)."""
+    shape = (*total.shape, *cov.shape)
+    return jnp.expand_dims(total, range(total.ndim, len(shape))) * jnp.broadcast_to(cov, shape)
 
 
 class _Independent(Posterior):
