@@ -26,7 +26,6 @@ from moment_jax.posterior import (
     Factorized,
     FullNormal,
     KroneckerEigen,
-    MatrixNormal,
     OutputShared,
     Point,
     Posterior,
@@ -36,7 +35,7 @@ from moment_jax.posterior import (
 Array = jax.Array
 
 ALL_STRUCTURES = list(STRUCTURES.values())
-KERNEL_FAMILIES = [Point, Factorized, OutputShared, MatrixNormal, KroneckerEigen, FullNormal]
+KERNEL_FAMILIES = [Point, Factorized, OutputShared, KroneckerEigen, FullNormal]
 VECTOR_FAMILIES = [Point, Factorized, FullNormal]
 
 
@@ -121,7 +120,6 @@ def random_kernel(
         Point: lambda: (),
         Factorized: lambda: (size * random.uniform(0.2, 1, shape),),
         OutputShared: lambda: (size * random.uniform(0.2, 1, columns),),
-        MatrixNormal: lambda: (size * _psd(random, rows), _psd(random, columns)),
         KroneckerEigen: lambda: (
             *(np.linalg.qr(random.normal(size=(n, n)))[0] for n in shape),
             size * random.uniform(0.2, 1, shape),

@@ -5,7 +5,6 @@
 | `Point` | 0 | in out | any array |
 | `Factorized` | [i = j][o = p] v_io | 2 in out | any array |
 | `OutputShared` | [i = j][o = p] v_o, the derivation's | in out + out | |
-| `MatrixNormal` | A_ij B_op | in out + in^2 + out^2 | |
 | `KroneckerEigen` | sum_ab U_ia U_ja W_ob W_pb v_ab | 2 in out + in^2 + out^2 | |
 | `FullNormal` | everything | in out + (in out)^2 | any array |
 
@@ -18,7 +17,7 @@ say) has leading axes on every array; call its methods under `jax.vmap`.
 """
 
 from moment_jax.posterior.base import Posterior
-from moment_jax.posterior.correlated import FullNormal, KroneckerEigen, MatrixNormal
+from moment_jax.posterior.correlated import FullNormal, KroneckerEigen
 from moment_jax.posterior.draws import sample_params
 from moment_jax.posterior.independent import Factorized, OutputShared, Point
 from moment_jax.posterior.prior import GaussianPrior
@@ -30,7 +29,6 @@ __all__ = [
     "FullNormal",
     "GaussianPrior",
     "KroneckerEigen",
-    "MatrixNormal",
     "OutputShared",
     "Point",
     "Posterior",

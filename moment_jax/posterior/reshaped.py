@@ -18,7 +18,7 @@ class Reshaped(Posterior):
     """The weights of `belief`, in the same order, as an array of another shape.
 
     For kernels that a model stores with more than two axes, such as (D, heads, D / heads) or those of
-    convolutions, while `MatrixNormal` and `KroneckerEigen` describe a matrix. Methods for kernels
+    convolutions, while `KroneckerEigen` describes a matrix. Methods for kernels
     (`noise_variance` and the like) raise a ValueError: call those of `belief`.
 
     Args:
@@ -29,7 +29,7 @@ class Reshaped(Posterior):
       ValueError: if the numbers of weights differ.
 
     >>> import moment_jax as mj
-    >>> matrix = mj.posterior.MatrixNormal(jnp.zeros((4, 6)), jnp.eye(4), jnp.eye(6))
+    >>> matrix = mj.posterior.OutputShared(jnp.zeros((4, 6)), jnp.ones(6))
     >>> Reshaped(matrix, (4, 2, 3)).mean.shape
     (4, 2, 3)
     """

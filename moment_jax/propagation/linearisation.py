@@ -104,10 +104,6 @@ def covariance_with(belief: Posterior, jacobian: Array) -> Array:
     if isinstance(belief, families.FullNormal):
         n = belief.mean.size
         return jacobian @ belief.cov.reshape(n, n)
-    if isinstance(belief, families.MatrixNormal):
-        j = jacobian.reshape(-1, *belief.shape)
-        found = jnp.einsum("nio,ij,op->njp", j, belief.in_cov, belief.out_cov)
-        return found.reshape(jacobian.shape)
     if isinstance(belief, families.KroneckerEigen):
         u, w = belief.in_basis, belief.out_basis
         turned = jnp.einsum("nio,ia,ob->nab", jacobian.reshape(-1, *belief.shape), u, w)

@@ -18,7 +18,7 @@ KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (5, 3))
 TOKENS = jax.random.normal(KEY, (2, 4, 6))
 HEAD = nnx.PathContains("head")
-MATRICES = ("OutputShared", "MatrixNormal", "KroneckerEigen")
+MATRICES = ("OutputShared", "KroneckerEigen")
 FAMILIES = [getattr(mj.posterior, name) for name in ("Factorized", "FullNormal", *MATRICES)]
 
 

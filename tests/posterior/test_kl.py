@@ -26,7 +26,7 @@ from tests.posterior.families import (
     without_variance,
 )
 
-Point, Factorized, OutputShared, MatrixNormal, KroneckerEigen, FullNormal = KERNEL_FAMILIES
+Point, Factorized, OutputShared, KroneckerEigen, FullNormal = KERNEL_FAMILIES
 PRIOR = GaussianPrior(*map(jnp.asarray, (random(20, IN, OUT), 0.5 + random(21, IN, OUT) ** 2)))
 families = pytest.mark.parametrize("family", RANDOM_FAMILIES, ids=name_of)
 
