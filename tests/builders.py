@@ -29,7 +29,6 @@ from moment_jax.posterior import (
     OutputShared,
     Point,
     Posterior,
-    Reshaped,
 )
 
 Array = jax.Array
@@ -207,9 +206,10 @@ def tiny_vision(**options: Any) -> VisionTransformer:
 
 def in_shape(leaf: Any, shape: tuple[int, ...]) -> Any:
     """An array or a belief in another shape."""
-    leaf = leaf.belief if isinstance(leaf, Reshaped) else leaf
-    if isinstance(leaf, Posterior) and not isinstance(leaf, Point | Factorized):
-        return leaf if leaf.shape == shape else Reshaped(leaf, shape)
+    if isinstance(leaf, OutputShared | KroneckerEigen):
+        return dataclasses.replace(leaf, mean=leaf.mean.reshape(shape))
+    if isinstance(leaf, FullNormal):
+        return FullNormal(leaf.mean.reshape(shape), leaf.cov.reshape(2 * shape))
     return jax.tree.map(lambda a: a.reshape(shape), leaf)
 
 

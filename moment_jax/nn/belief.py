@@ -97,7 +97,7 @@ class Belief(nnx.Module):
         Raises:
           ValueError: if the family is not supported, or a covariance is singular.
         """
-        known = posterior.belief if isinstance(posterior, families.Reshaped) else posterior
+        known = posterior.matrix
         raw = stored_form(known)
         belief = cls(known.mean, family=families.Point, shape=posterior.shape, **prior)
         belief.family = next(f for f in FAMILIES if isinstance(known, f))
@@ -112,8 +112,8 @@ class Belief(nnx.Module):
         spread = [_spread(name, self.raw[name][...]) for name in FAMILIES[family]]
         if family is families.FullNormal:
             spread = [spread[0].reshape(*mean.shape, *mean.shape)]
-        found: Posterior = family(mean, *spread)
-        return found if found.shape == self.shape else families.Reshaped(found, self.shape)
+        belief: Posterior = family(mean.reshape(self.shape), *spread)
+        return belief
 
     def scale_by(self, factor: Array | float) -> None:
         """Multiply all standard deviations by a positive number."""
@@ -153,7 +153,7 @@ def stored_form(belief: Posterior) -> dict[str, Array]:
         return {"in_basis": belief.in_basis, "out_basis": belief.out_basis, "scale": scale}
     raise ValueError(
         f"A module needs {', '.join(known.__name__ for known in FAMILIES)} of its own shape. Got "
-        f"{type(getattr(belief, 'belief', belief)).__name__} of shape {belief.shape}."
+        f"{type(belief).__name__} of shape {belief.shape}."
     )
 
 

@@ -18,7 +18,7 @@ from moment_jax.covariance.fields import (
 )
 from moment_jax.covariance.numerics import nonnegative, safe_sqrt
 from moment_jax.linalg import psd_logdet, psd_sqrt
-from moment_jax.posterior.base import Posterior
+from moment_jax.posterior.base import Posterior, kernel_shape
 from moment_jax.posterior.prior import GaussianPrior, divergence
 from moment_jax.xla import diagonal_of
 
@@ -33,7 +33,8 @@ class KroneckerEigen(Posterior):
     case v_ab = a_a b_b with a, U = jnp.linalg.eigh(A) and b, W = jnp.linalg.eigh(B).
 
     Args:
-      mean: mean of the kernel, (in, out).
+      mean: mean of the kernel, (in, out), or of an array such as (in, heads, width), cut where its last
+        axes have `out` entries.
       in_basis: U, (in, in), orthogonal, a direction in each column; or rows of such a matrix, (in, A).
       out_basis: W, (out, out), likewise; or (out, B).
       variance: v, (in, out), or (A, B), not negative.
@@ -65,10 +66,8 @@ class KroneckerEigen(Posterior):
         )
         width = getattr(self.variance, "shape", (0, 0))[-2:]
 
-        def shapes(mean: tuple[int, ...]) -> list[tuple[int, ...]]:
-            if len(mean) < 2:
-                raise ValueError("needs the mean of a kernel, of shape (in, out).")
-            *stack, rows, columns = mean
+        def shapes(_: tuple[int, ...]) -> list[tuple[int, ...]]:
+            *stack, rows, columns = self._kernel_shape
             return [(*stack, rows, *width[:1]), (*stack, columns, *width[1:]), (*stack, *width)]
 
         check_fields(call, fix, shapes, self.mean, self.in_basis, self.out_basis, self.variance)
@@ -83,27 +82,45 @@ class KroneckerEigen(Posterior):
                         f"identity by {error:.3g}. Take them from numpy.linalg.eigh."
                     )
 
+    @property
+    def _kernel_shape(self) -> tuple[int, ...]:
+        return kernel_shape(self.shape, jnp.shape(self.out_basis)[:-1])
+
+    @property
+    def matrix(self) -> KroneckerEigen:
+        return dataclasses.replace(self, mean=self.mean.reshape(self._kernel_shape))
+
     def sample(self, key: Array) -> Array:
-        self._check_kernel("sample")
+        self._check_one("sample")
         noise = jax.random.normal(key, self.variance.shape, self.mean.dtype)
-        if self.variance.shape == self.shape:  # the symmetric root
+        if self.variance.shape == self._kernel_shape:  # the symmetric root
             noise = self.in_basis.T @ noise @ self.out_basis
-        return self.mean + self.in_basis @ (safe_sqrt(self.variance) * noise) @ self.out_basis.T
+        deviation = self.in_basis @ (safe_sqrt(self.variance) * noise) @ self.out_basis.T
+        return self.mean + deviation.reshape(self.shape)
 
     def marginal_variance(self) -> Array:
-        self._check_kernel("marginal_variance")
-        return self.in_basis**2 @ self.variance @ (self.out_basis**2).T
+        self._check_one("marginal_variance")
+        return (self.in_basis**2 @ self.variance @ (self.out_basis**2).T).reshape(self.shape)
 
     def kl(self, prior: GaussianPrior) -> Array:
-        self._check_kernel("kl")
-        if self.variance.shape != self.shape:
+        self._check_one("kl")
+        if self.variance.shape != self._kernel_shape:
             return FullNormal(self.mean, self.dense_cov()).kl(prior)
-        return divergence(prior, self.mean, self.marginal_variance(), jnp.log(self.variance))
+        log_variance = jnp.log(self.variance).reshape(self.shape)
+        return divergence(prior, self.mean, self.marginal_variance(), log_variance)
 
     def dense_cov(self) -> Array:
-        """Cov[w_io, w_jp], (in, out, in, out)."""
+        """Cov[w_io, w_jp], (in, out, in, out), in general twice the mean's shape."""
         u, w = self.in_basis, self.out_basis
-        return jnp.einsum("ia,ob,ab,ja,pb->iojp", u, w, self.variance, u, w)
+        dense = jnp.einsum("ia,ob,ab,ja,pb->iojp", u, w, self.variance, u, w)
+        return dense.reshape(2 * self.shape)
+
+    def _check_one(self, method: str) -> None:
+        if self.variance.ndim != 2:
+            raise ValueError(
+                f"`KroneckerEigen.{method}` needs one belief, about a kernel. Got {self.shape}. For a "
+                "stack of beliefs, use jax.vmap."
+            )
 
     def _noise_variance(self, mean: Array, variance: Array) -> Array:
         squares = (mean @ self.in_basis) ** 2 + variance @ self.in_basis**2

@@ -19,7 +19,6 @@ from moment_jax.posterior import (
     OutputShared,
     Point,
     Posterior,
-    Reshaped,
 )
 from moment_jax.propagation.moments import Axes, Base, View, as_rows, taken
 from moment_jax.propagation.primitives import is_known, uniform
@@ -38,7 +37,7 @@ class Weight(View):
     def of(cls, posterior: Posterior) -> Weight:
         """The belief's whole array."""
         places = np.arange(posterior.mean.size).reshape(posterior.shape)
-        return cls(posterior.belief if isinstance(posterior, Reshaped) else posterior, places)
+        return cls(posterior.matrix, places)
 
     @property
     def origin(self) -> Posterior:

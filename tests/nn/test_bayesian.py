@@ -213,7 +213,7 @@ WRONG = [
         r"head/bias \(2,\).*\(5, 3\)",
     ),
     (lambda: mj.Bayesian(net(), beliefs={}), ValueError, "one array at least"),
-    (lambda: mj.Bayesian(net(), family=mj.posterior.Reshaped), TypeError, "posterior family"),
+    (lambda: mj.Bayesian(net(), family=mj.posterior.Posterior), TypeError, "posterior family"),
     (
         lambda: mj.Bayesian(net(), family=lambda _: mj.posterior.KroneckerEigen),
         ValueError,

@@ -18,8 +18,9 @@ RANDOM_FAMILIES = KERNEL_FAMILIES[1:]
 MEMBERS = [
     *((family, KERNEL) for family in KERNEL_FAMILIES),
     *((family, VECTOR) for family in VECTOR_FAMILIES),
-    (Point, TENSOR),
     (Factorized, TENSOR),
+    (OutputShared, TENSOR),
+    (KroneckerEigen, TENSOR),
 ]
 """Every family with the ranks of arrays that it is for."""
 RANDOM_MEMBERS = [(family, shape) for family, shape in MEMBERS if family is not Point]
@@ -49,13 +50,14 @@ def random_psd(seed: int, n: int, rank: int | None = None) -> np.ndarray:
 def example(family, shape=KERNEL, *, seed=0, rank=None, dtype=np.float64, array=jnp.asarray):
     """A belief of this family; `rank` makes its covariance matrices singular."""
     n = int(np.prod(shape))
+    kernel = (shape[0], n // shape[0])
     fields = {
         Point: lambda: (),
         Factorized: lambda: (0.1 + random(seed + 1, *shape) ** 2,),
-        OutputShared: lambda: (0.1 + random(seed + 1, shape[-1]) ** 2,),
+        OutputShared: lambda: (0.1 + random(seed + 1, kernel[1]) ** 2,),
         KroneckerEigen: lambda: (
-            *(np.linalg.qr(random(seed + axis, n, n))[0] for axis, n in enumerate(shape)),
-            0.1 + random(seed + 1, *shape) ** 2,
+            *(np.linalg.qr(random(seed + axis, n, n))[0] for axis, n in enumerate(kernel)),
+            0.1 + random(seed + 1, *kernel) ** 2,
         ),
         FullNormal: lambda: (random_psd(seed + 1, n, rank).reshape(*shape, *shape),),
     }[family]()

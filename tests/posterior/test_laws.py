@@ -46,6 +46,8 @@ def test_second_moments_are_those_of_the_dense_covariance(family, shape):
     cov, results = dense_cov(belief), compiled_methods(belief)
     assert belief.shape == shape
     np.testing.assert_allclose(np.ravel(results["marginal_variance"]), np.diag(cov), **TOL)
+    matrix = np.ravel(belief.matrix.marginal_variance())
+    np.testing.assert_array_equal(matrix, np.ravel(belief.marginal_variance()))
     if len(shape) == 1:
         assert results["vector_cov"].ndim == (2 if family is FullNormal else 1)
         np.testing.assert_allclose(as_matrix(results["vector_cov"]), cov, **TOL)
