@@ -5,10 +5,13 @@ and `piecewise_linear` in closed form, `elementwise` for any other by quadrature
 functions take one row of scores; use `jax.vmap` for a batch.
 """
 
-from moment_jax.expectations.gelu import gelu
-from moment_jax.expectations.moments import ElementwiseMoments
+from moment_jax.expectations.activations import (
+    ElementwiseMoments,
+    gelu,
+    piecewise_linear,
+    rectified,
+)
 from moment_jax.expectations.quadrature import elementwise
-from moment_jax.expectations.rectified import piecewise_linear, rectified
 from moment_jax.expectations.softmax import (
     SoftmaxExpansion,
     expected_softmax_jacobian,

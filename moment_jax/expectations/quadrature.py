@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.expectations.moments import ElementwiseMoments, Pair, evaluated
+from moment_jax.expectations.activations import ElementwiseMoments, Pair, evaluated
 
 ScalarFunction = Callable[[Array], Array]
 # (point x, constant) -> any pytree of scalars.
