@@ -16,15 +16,9 @@ from moment_jax.objectives.likelihoods import (
 )
 from moment_jax.objectives.lower_bound import elbo, kl_warmup, monte_carlo_expected_log_likelihood
 from moment_jax.objectives.metrics import (
-    ReliabilityCurve,
     accuracy,
-    brier_score,
     expected_calibration_error,
-    gaussian_crps,
-    gaussian_negative_log_likelihood,
-    interval_coverage,
     negative_log_likelihood,
-    reliability_curve,
 )
 from moment_jax.objectives.prediction import (
     BernoulliPredictive,
@@ -47,25 +41,19 @@ __all__ = [
     "GaussianPredictive",
     "HeteroscedasticGaussian",
     "Likelihood",
-    "ReliabilityCurve",
     "TokenUncertainty",
     "accuracy",
     "bernoulli_probabilities",
-    "brier_score",
     "class_probabilities",
     "elbo",
     "expected_calibration_error",
     "expected_log_likelihood",
     "expected_log_likelihood_bound",
-    "gaussian_crps",
-    "gaussian_negative_log_likelihood",
-    "interval_coverage",
     "kl_warmup",
     "log_class_probabilities",
     "log_marginal",
     "monte_carlo_expected_log_likelihood",
     "negative_log_likelihood",
     "predictive_gaussian",
-    "reliability_curve",
     "token_uncertainty",
 ]

@@ -21,14 +21,13 @@ import numpy as np
 from jax import Array
 
 from moment_jax.covariance.numerics import safe_sqrt, vector_variance
-from moment_jax.xla import diagonal_of
+from moment_jax.linalg import psd_cholesky
 
 Pair = tuple[Array, Array]
 
 _GOLDEN = (5**0.5 - 1) / 2
 # Weight of each coordinate in the lattice's worst-case error; 0.03 to 0.3 do equally well.
 _COORDINATE_WEIGHT = 0.1
-_COLUMNS = 16  # of a root at a time, which saves memory traffic where there are many classes
 
 
 def wide(*arrays: Array) -> tuple[Array, ...]:
@@ -83,40 +82,12 @@ def normal_points(num_dims: int, num_points: int) -> np.ndarray:
     return points
 
 
-def psd_root(cov: Array) -> Array:
-    """Lower-triangular L with L L^T = cov, (C, C), for any positive semidefinite covariance.
-
-    Cholesky's algorithm that skips columns with a zero pivot, some columns at a time. Unlike LAPACK's it
-    works for singular and zero covariances, without jitter.
-    """
-    cov = jnp.asarray(cov)
-    size = cov.shape[0]
-    tolerance = size * jnp.finfo(cov.dtype).eps
-    root = jnp.zeros((size, 0), cov.dtype)
-    for first in range(0, size, _COLUMNS):
-        last = min(first + _COLUMNS, size)
-        left = cov[first:, first:last] - root[first:] @ root[first:last].T
-        rows, least = jnp.arange(size - first), tolerance * diagonal_of(cov[first:last, first:last])
-
-        def add_column(
-            j: Array, panel: Array, left: Array = left, rows: Array = rows, least: Array = least
-        ) -> Array:
-            column = left[:, j] - panel @ panel[j]
-            usable = ~(column[j] <= least[j])  # written so that NaN stays NaN
-            column = column / jnp.sqrt(jnp.where(usable, column[j], 1))
-            return panel.at[:, j].set(jnp.where(usable & (rows >= j), column, 0))
-
-        panel = jax.lax.fori_loop(0, last - first, add_column, jnp.zeros_like(left))
-        root = jnp.concatenate([root, jnp.pad(panel, ((first, 0), (0, 0)))], axis=1)
-    return root
-
-
 def gaussian_points(mean: Array, cov: Array, num_points: int) -> Array:
     """Cubature points for N(mean, cov), (num_points, C); cov is (C,) variances or (C, C)."""
     points = jnp.asarray(normal_points(mean.shape[0], num_points), mean.dtype)
     if cov.ndim == 1:
         return mean[None, :] + points * safe_sqrt(cov)[None, :]
-    return mean[None, :] + points @ psd_root(cov).T
+    return mean[None, :] + points @ psd_cholesky(cov).T
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))

@@ -196,7 +196,7 @@ def log_marginal(likelihood: Likelihood, target: Array, mean: Array, cov: Cov) -
     raise TypeError(
         f"`{_MARGINAL}` needs Gaussian or Categorical. Got {type(likelihood).__name__}. With a random "
         "noise variance there is no closed form: score predictive_gaussian's moments with "
-        "gaussian_negative_log_likelihood."
+        "jax.scipy.stats.norm.logpdf."
     )
 
 

@@ -11,8 +11,8 @@ from jax import Array
 
 from moment_jax import expectations
 from moment_jax.expectations import ElementwiseMoments
+from moment_jax.expectations.activations import with_jumps
 from moment_jax.expectations.quadrature import resolving
-from moment_jax.expectations.rectified import with_jumps
 from moment_jax.propagation.errors import refuse, register
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.jumps import Pieces, at, breaks, jumps_at, pieces_of

@@ -99,18 +99,12 @@ def carried(belief: Posterior, jacobian: Array) -> Array:
 
 def covariance_with(belief: Posterior, jacobian: Array) -> Array:
     """J Cov, the covariance of J w and w, (N, size of the array)."""
-    if isinstance(belief, families.Reshaped):
-        return covariance_with(belief.belief, jacobian)
     if isinstance(belief, families.FullNormal):
         n = belief.mean.size
         return jacobian @ belief.cov.reshape(n, n)
-    if isinstance(belief, families.MatrixNormal):
-        j = jacobian.reshape(-1, *belief.shape)
-        found = jnp.einsum("nio,ij,op->njp", j, belief.in_cov, belief.out_cov)
-        return found.reshape(jacobian.shape)
     if isinstance(belief, families.KroneckerEigen):
         u, w = belief.in_basis, belief.out_basis
-        turned = jnp.einsum("nio,ia,ob->nab", jacobian.reshape(-1, *belief.shape), u, w)
+        turned = jnp.einsum("nio,ia,ob->nab", jacobian.reshape(-1, *belief.matrix.shape), u, w)
         found = jnp.einsum("nab,ia,ob->nio", turned * belief.variance[None], u, w)
         return found.reshape(jacobian.shape)
     return jacobian * belief.marginal_variance().reshape(1, -1)

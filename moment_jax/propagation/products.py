@@ -10,7 +10,7 @@ from jax import Array
 from moment_jax import expectations
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.expectations import ElementwiseMoments
-from moment_jax.expectations.rectified import with_jumps
+from moment_jax.expectations.activations import with_jumps
 from moment_jax.propagation.crosses import covariance
 from moment_jax.propagation.errors import refuse, register
 from moment_jax.propagation.graph import Node, is_random

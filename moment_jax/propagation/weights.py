@@ -15,11 +15,9 @@ from moment_jax.posterior import (
     Factorized,
     FullNormal,
     KroneckerEigen,
-    MatrixNormal,
     OutputShared,
     Point,
     Posterior,
-    Reshaped,
 )
 from moment_jax.propagation.moments import Axes, Base, View, as_rows, taken
 from moment_jax.propagation.primitives import is_known, uniform
@@ -38,7 +36,7 @@ class Weight(View):
     def of(cls, posterior: Posterior) -> Weight:
         """The belief's whole array."""
         places = np.arange(posterior.mean.size).reshape(posterior.shape)
-        return cls(posterior.belief if isinstance(posterior, Reshaped) else posterior, places)
+        return cls(posterior.matrix, places)
 
     @property
     def origin(self) -> Posterior:
@@ -116,8 +114,6 @@ class Weight(View):
             cov: Any = structure.zeros(mean.shape, mean.dtype, landmarks)
         elif isinstance(posterior, FullNormal):
             cov = structure.project(jnp.reshape(posterior.cov, (*mean.shape, *mean.shape)))
-        elif isinstance(posterior, MatrixNormal):
-            cov = structure.project(jnp.einsum("ij,op->iojp", posterior.in_cov, posterior.out_cov))
         elif isinstance(posterior, KroneckerEigen):
             cov = structure.project(posterior.dense_cov())
         else:
@@ -154,7 +150,7 @@ def affine(name: str, operands: list[Any]) -> Weight | None:
 def rescaled(posterior: Posterior, factor: Any) -> Posterior:
     """The belief about the weights times a number."""
     belief: Any = posterior
-    spread = (name for name in ("variance", "cov", "in_cov") if hasattr(belief, name))
+    spread = (name for name in ("variance", "cov") if hasattr(belief, name))
     scaled = {name: getattr(belief, name) * jnp.square(factor) for name in spread}
     result: Posterior = dataclasses.replace(belief, mean=belief.mean * factor, **scaled)
     return result
@@ -200,8 +196,6 @@ def _part_of_matrix(posterior: Posterior, places: np.ndarray) -> Posterior | Non
         mean = posterior.mean[r][:, c]
         if isinstance(posterior, OutputShared):
             return OutputShared(mean, posterior.variance[c])
-        if isinstance(posterior, MatrixNormal):
-            return MatrixNormal(mean, posterior.in_cov[r][:, r], posterior.out_cov[c][:, c])
         if isinstance(posterior, KroneckerEigen):
             return posterior.part(r, c)
     if (rows == rows[:1]).all() and (columns == columns[:, :1]).all():

@@ -18,7 +18,7 @@ from moment_jax.layers import (
     layer_norm,
     relu,
 )
-from moment_jax.posterior import FullNormal, MatrixNormal, OutputShared, Point
+from moment_jax.posterior import FullNormal, KroneckerEigen, OutputShared, Point
 from tests.builders import KERNEL_FAMILIES, random_block, random_kernel
 from tests.reference.examples import (
     FEATURES,
@@ -65,7 +65,7 @@ def test_relu():
 # Only dense layers depend on the family, so each family is tested in some parts of the network.
 @pytest.mark.parametrize(
     ("num_heads", "families"),
-    [(1, [FullNormal]), (2, [Point, FullNormal]), (2, [OutputShared, MatrixNormal])],
+    [(1, [FullNormal]), (2, [Point, FullNormal]), (2, [OutputShared, KroneckerEigen])],
 )
 def test_attention_with_independent_heads(num_heads, families):
     mean, cov = certain_input(12)
