@@ -8,7 +8,7 @@ from jax import Array
 
 from moment_jax.layers.attention import attended
 from moment_jax.layers.checks import check_moments
-from moment_jax.layers.feed_forward import Activation, fed_forward, relu
+from moment_jax.layers.feed_forward import Activation, fed_forward
 from moment_jax.layers.norm import layer_norm, normalized
 from moment_jax.layers.params import DecoderBlockParams, EncoderBlockParams, NormParams, S
 from moment_jax.layers.rules import Carry
@@ -34,7 +34,7 @@ def encoder_block(
     *,
     num_heads: int,
     norm_first: bool = False,
-    activation: Activation = relu,
+    activation: Activation = "relu",
     mask: Array | None = None,
     epsilon: float = 1e-6,
     order: int = 2,
@@ -53,7 +53,7 @@ def encoder_block(
       params: beliefs about the parameters.
       num_heads: number of attention heads.
       norm_first: False for post-norm, True for pre-norm.
-      activation: an elementwise transform such as `mj.relu` or `mj.gelu`.
+      activation: "relu", "gelu", or a JAX function of a scalar, such as `jnp.tanh`.
       mask: (T, T), (1, T) for all queries, or (H, T, T) boolean, True where a query may look at a key.
       epsilon: added to the variance in the normalisations.
       order: 1 (Taylor at the mean, as derived) or 2.
@@ -85,7 +85,7 @@ def decoder_block(
     *,
     num_heads: int,
     norm_first: bool = False,
-    activation: Activation = relu,
+    activation: Activation = "relu",
     mask: Array | None = None,
     memory_mask: Array | None = None,
     epsilon: float = 1e-6,

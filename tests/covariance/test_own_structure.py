@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 KEYS = jax.random.split(jax.random.key(8), 4)
 BLOCK = random_block(KEYS[0], 4, 6, 0.3)
 X = jax.random.normal(KEYS[1], (4, 4))
-block = partial(mj.encoder_block, params=BLOCK, num_heads=2, norm_first=True, activation=mj.gelu)
+block = partial(mj.encoder_block, params=BLOCK, num_heads=2, norm_first=True, activation="gelu")
 
 
 @mj.register_fields
