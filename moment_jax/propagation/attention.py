@@ -1,7 +1,6 @@
 """Attention, recognised by what it computes: softmax of products of two projections, times a third."""
 
 import itertools
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from moment_jax.propagation.crosses import joined
 from moment_jax.propagation.dense import Projection, projection, turned
 from moment_jax.propagation.errors import LINEARISE, refuse
 from moment_jax.propagation.graph import Node, as_weight, weights_in
-from moment_jax.propagation.moments import Axes, Base, Moments, as_rows, made, ordered, taken
+from moment_jax.propagation.moments import Axes, Moments, as_rows, made, ordered, taken
 from moment_jax.propagation.primitives import factors, in_product, is_known, is_view, moved
 from moment_jax.propagation.propagator import Pooled, Propagator, pattern
 from moment_jax.propagation.weights import Weight, overlap, select
@@ -54,9 +53,6 @@ class Rows(NamedTuple):
 @pattern
 def _attention(propagator: Propagator, node: Node) -> Moments | None:
     """Attention with its output projection if one follows: heads then keep their common noise."""
-    if node.op == "reduce_sum":
-        core = _seen_core(propagator, node.operands[0])
-        return None if core is None else _summed(propagator, node, core)
     if node.op != "dot_general":
         return None
     core = _core(propagator, node)
@@ -92,27 +88,6 @@ def _projected(
         return None
     places = in_product(node, side, np.arange(node.size))
     return _moments(propagator, node, core, DenseParams(kernel), places)
-
-
-def _summed(propagator: Propagator, node: Node, core: Core) -> Moments | None:
-    """A sum over heads or features, as a known output projection."""
-    shape, axes = (core.places.size // core.width, core.width), node.params["axes"]
-    m = Moments(Base(jnp.zeros(shape), Diagonal.zeros(shape), None), core.places)
-    tokens, features = m.natural()
-    if set(axes) & set(tokens):
-        return None
-    rows = as_rows(core.places, tokens, features)
-    if not np.array_equal(rows, np.arange(shape[0])[:, None] * core.width + rows[0]):
-        return None
-    left = [i for i in range(m.ndim) if i not in axes]
-    entry = np.arange(math.prod(m.shape[i] for i in features if i not in axes))
-    entry = entry.reshape([1 if i in axes else m.shape[i] for i in features])
-    entry = np.broadcast_to(entry, [m.shape[i] for i in features]).ravel()
-    kernel = np.zeros((core.width, entry.max() + 1))
-    kernel[rows[0], entry] = 1
-    kept = [tuple(left.index(i) for i in g if i not in axes) for g in (tokens, features)]
-    output = DenseParams(Point(jnp.asarray(kernel, core.parts[0].x.mean.dtype)))
-    return _moments(propagator, node, core, output, ordered(node.shape, *kept))
 
 
 def _moments(

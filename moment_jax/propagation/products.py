@@ -1,4 +1,4 @@
-"""Products, quotients, maxima and comparisons of two random arrays, with the covariance of both."""
+"""Products and quotients of two random arrays, with the covariance of both."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -7,17 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax import expectations
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.expectations import ElementwiseMoments
-from moment_jax.expectations.rectified import with_jumps
 from moment_jax.propagation.crosses import covariance
-from moment_jax.propagation.errors import refuse, register
 from moment_jax.propagation.graph import Node, is_random
 from moment_jax.propagation.moments import Axes, Moments, Sequence, as_rows, fresh
 from moment_jax.propagation.propagator import Propagator, rule
-
-MOST = 64  # entries of which a maximum is taken
 
 
 class _Pair(NamedTuple):
@@ -88,61 +83,6 @@ def _reciprocal(mean: Array, variance: Array) -> ElementwiseMoments:
     out = jnp.where(relative < 0.25, inverse * (1 + relative), jnp.nan)
     rest = safe_sqrt(relative * (out**2 - inverse**2))
     return ElementwiseMoments(out, relative * out**2, -(inverse**2), rest)
-
-
-@rule("max", "min")
-def _larger(propagator: Propagator, node: Node) -> Moments | None:
-    propagator.note(node, "maximum" if node.op == "max" else "minimum", "operands jointly Gaussian")
-    return _extreme(_operands(propagator, node), 1 if node.op == "max" else -1)
-
-
-def _extreme(pair: _Pair, sign: int) -> Moments:
-    """B + relu(a - b), or b - relu(b - a), by the moments of the difference (Clark)."""
-    one = jnp.ones_like(pair.a.mean)
-    difference = pair.weighted(one, -one)
-    moments = expectations.rectified(sign * (pair.a.mean - pair.b.mean), difference.variance())
-    gain = moments.gain
-    left = moments.variance - gain**2 * difference.variance()
-    rest = moments._replace(variance=left, gain=jnp.zeros_like(gain))
-    cov = pair.weighted(gain, 1 - gain).add(difference.elementwise(rest))
-    return pair.result(pair.b.mean + sign * moments.mean, cov, gain, 1 - gain)
-
-
-@rule("reduce_max", "reduce_min")
-def _largest(propagator: Propagator, node: Node) -> Moments | None:
-    """A tournament of maxima of two."""
-    m, axes = propagator.moments(node.operands[0]), node.params["axes"]
-    left = [i for i in range(m.ndim) if i not in axes]
-    entrants = [
-        Moments(m.base, places)
-        for places in m.places.transpose(*axes, *left).reshape(-1, *node.shape)
-    ]
-    if len(entrants) > MOST:
-        raise refuse(f"`{node.op}` of more than {MOST} entries", node.source, register(node))
-    while len(entrants) > 1:
-        pairs = zip(entrants[::2], entrants[1::2], strict=False)
-        winners = [_pair(propagator, node, node.shape, *pair) for pair in pairs]
-        last = entrants[-1:] if len(entrants) % 2 else []
-        entrants = [_extreme(x, 1 if node.op == "reduce_max" else -1) for x in winners] + last
-        for x in entrants:
-            x.base.node = x.base.node or node
-    propagator.note(node, node.op.replace("reduce_", ""), "entries jointly Gaussian")
-    return entrants[0]
-
-
-@rule("gt", "ge", "lt", "le")
-def _compared(propagator: Propagator, node: Node) -> Moments | None:
-    """One where the difference is positive, zero elsewhere; of what is jointly Gaussian."""
-    pair, sign = _operands(propagator, node), 1 if node.op in ("gt", "ge") else -1
-    if pair.cross is not None and pair.a.base is not pair.b.base:
-        return None  # such as an array and its maximum
-    one = jnp.ones_like(pair.a.mean)
-    difference = pair.weighted(one, -one)
-    at = sign * (pair.a.mean - pair.b.mean)
-    moments = with_jumps(at, difference.variance(), [], [0.0], 0.0, [(0.0, 1.0)])
-    propagator.note(node, "comparison", "operands jointly Gaussian")
-    gain = sign * moments.gain
-    return pair.result(moments.mean, difference.elementwise(moments), gain, -gain)
 
 
 @rule("select_n")

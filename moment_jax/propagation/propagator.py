@@ -231,8 +231,8 @@ def propagate(
     their covariance is that through everything that they share, linearised: exact to first order in
     `mj.Full`, and as far as the other structures can hold it.
 
-    No rule have: convolutions but those of patches (kernel = stride), maxima over windows or of more
-    than 64 entries, cumulative sums, sorting, scattered entries, random conditions and indices,
+    No rule have: convolutions but those of patches (kernel = stride), maxima and comparisons of two
+    random entries or more, cumulative sums, sorting, scattered entries, random conditions and indices,
     rounding and other functions that jump with curved pieces, recurrent loops, one weight array used
     in two places other than a product with its transpose, and attention with a cap, a clip, a bias or a
     sink between scores and weights. They raise an error that names the line; `mj.linearised` takes them
