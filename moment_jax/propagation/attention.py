@@ -16,13 +16,11 @@ from moment_jax.layers.dense import dense
 from moment_jax.layers.params import AttentionParams, DenseParams
 from moment_jax.layers.seen import pool_seen
 from moment_jax.posterior import Factorized, OutputShared, Point
-from moment_jax.propagation import regions
-from moment_jax.propagation.crosses import joined
+from moment_jax.propagation import arrays, regions
 from moment_jax.propagation.dense import Projection, projection, turned
 from moment_jax.propagation.errors import LINEARISE, refuse
 from moment_jax.propagation.graph import Node, as_weight, weights_in
-from moment_jax.propagation.moments import Axes, Moments, as_rows, made, ordered, taken
-from moment_jax.propagation.primitives import factors, in_product, is_known, is_view, moved
+from moment_jax.propagation.joins import joined
 from moment_jax.propagation.propagator import Pooled, Propagator, pattern
 from moment_jax.propagation.weights import Weight, overlap, select
 
@@ -51,7 +49,7 @@ class Rows(NamedTuple):
 
 
 @pattern
-def _attention(propagator: Propagator, node: Node) -> Moments | None:
+def _attention(propagator: Propagator, node: Node) -> arrays.Moments | None:
     """Attention with its output projection if one follows: heads then keep their common noise."""
     if node.op != "dot_general":
         return None
@@ -73,31 +71,31 @@ def _attention(propagator: Propagator, node: Node) -> Moments | None:
 
 def _projected(
     propagator: Propagator, node: Node, core: Core, weight: Weight, side: int
-) -> Moments | None:
-    own, other = factors(node)[side], factors(node)[1 - side]
+) -> arrays.Moments | None:
+    own, other = arrays.factors(node)[side], arrays.factors(node)[1 - side]
     if any(core.places.shape[i] > 1 for i in own.batch):
         return None
-    rows = as_rows(core.places, own.free, own.contracted)
+    rows = arrays.as_rows(core.places, own.free, own.contracted)
     columns = rows[0]  # in which order the features come
     first = np.arange(len(rows))[:, None] * core.width
     if not np.array_equal(rows, first + columns) or len(columns) != core.width:
         return None
-    ordered_rows = as_rows(weight.places, other.contracted, other.free)[np.argsort(columns)]
+    ordered_rows = arrays.as_rows(weight.places, other.contracted, other.free)[np.argsort(columns)]
     kernel = select(weight.posterior, ordered_rows)
     if kernel is None:
         return None
-    places = in_product(node, side, np.arange(node.size))
+    places = arrays.in_product(node, side, np.arange(node.size))
     return _moments(propagator, node, core, DenseParams(kernel), places)
 
 
 def _moments(
     propagator: Propagator, node: Node, core: Core, output: DenseParams, places: np.ndarray
-) -> Moments | None:
+) -> arrays.Moments | None:
     (query, key, value), (mask, level, lost, even) = core.parts, core.rows
     x, source = query.x, key.x
     own = x.mean is source.mean
     # Nothing is hidden by order where each looks at whom it is seen by, as in a batch of sequences.
-    mutual = is_known(mask) and mask.ndim == 2 and np.array_equal(mask, np.transpose(mask))
+    mutual = arrays.is_known(mask) and mask.ndim == 2 and np.array_equal(mask, np.transpose(mask))
     if own and propagator.pool is None and isinstance(x.cov, Separable):
         pool = propagator.pool_read(len(x.mean), mask)
         if pool is not None or not (mutual or mask is None):
@@ -147,7 +145,7 @@ def _moments(
     if query.turn is not None or key.turn is not None:
         assumed += "; rotary positions turn means, and covariances as far as the structure can"
     propagator.note(node, "attention" if own else "cross_attention", assumed)
-    return made(mean, out, places, parent)
+    return arrays.made(mean, out, places, parent)
 
 
 def _seen_core(propagator: Propagator, node: Any) -> Core | None:
@@ -157,8 +155,8 @@ def _seen_core(propagator: Propagator, node: Any) -> Core | None:
     if node.op == "dot_general":
         return _core(propagator, node)
     first, *rest = node.operands
-    core = _seen_core(propagator, first) if is_view(node) else None
-    seen = None if core is None else moved(node, core.places, rest)
+    core = _seen_core(propagator, first) if arrays.is_view(node) else None
+    seen = None if core is None else arrays.moved(node, core.places, rest)
     return None if core is None or seen is None else core._replace(places=seen[node.output])
 
 
@@ -182,7 +180,7 @@ def _core(propagator: Propagator, node: Node) -> Core | None:
         if not apart:
             if not any(n.op == "exp" for n in regions.between(weights, [scores])):
                 continue
-            axes = *factors(scores), factors(node)[1 - side]
+            axes = *arrays.factors(scores), arrays.factors(node)[1 - side]
             features = (
                 *((*a.batch, *a.contracted) for a in axes[:2]), (*axes[2].batch, *axes[2].free)
             )  # fmt: skip
@@ -204,16 +202,16 @@ def _apart(propagator: Propagator, core: Core) -> bool:
     return not repeated or issubclass(propagator.structure, Diagonal)
 
 
-def _as_it_is(propagator: Propagator, value: Any, features: Axes) -> Projection:
+def _as_it_is(propagator: Propagator, value: Any, features: arrays.Axes) -> Projection:
     """Any array as a layer of itself, the identity, turned by rotary positions if it has some.
 
     A certain one has these features.
     """
     if isinstance(value, Node):
         first, *rest = value.operands
-        if is_view(value) and isinstance(first, Node) and all(map(is_known, rest)):
+        if arrays.is_view(value) and isinstance(first, Node) and all(map(arrays.is_known, rest)):
             inner = _as_it_is(propagator, first, features)
-            places = moved(value, inner.places, rest)
+            places = arrays.moved(value, inner.places, rest)
             if inner.turn is not None and places is not None:
                 return inner._replace(places=places[value.output])
         else:
@@ -224,7 +222,7 @@ def _as_it_is(propagator: Propagator, value: Any, features: Axes) -> Projection:
     m = propagator.certain(value, features) if known else propagator.moments(value)
     x = m.sequence()
     layer = DenseParams(Point(jnp.eye(x.mean.shape[1], dtype=x.mean.dtype)))
-    return Projection(x, layer, ordered(np.shape(value), *x.axes), value, value)
+    return Projection(x, layer, arrays.ordered(np.shape(value), *x.axes), value, value)
 
 
 def _side_by_side(propagator: Propagator, node: Node, core: Core) -> Core:
@@ -240,7 +238,7 @@ def _side_by_side(propagator: Propagator, node: Node, core: Core) -> Core:
         placed.append(x.base.at(order))
     base = joined(propagator, node, placed)
     base.node = node
-    whole = Moments(base, np.arange(base.mean.size).reshape(base.mean.shape))
+    whole = arrays.Moments(base, np.arange(base.mean.size).reshape(base.mean.shape))
     both = propagator.pooled(whole).sequence((0,), (1,))
     layer = DenseParams(Point(jnp.eye(ends[-1], dtype=base.mean.dtype)))
     parts = [part._replace(x=both, layer=layer) for part in core.parts]
@@ -309,11 +307,11 @@ def _read(
     zero = np.zeros(scores.shape, scores.dtype)
     x = np.random.default_rng(0).normal(size=scores.shape).astype(scores.dtype).astype(float)
     flat, noisy, large = (
-        taken(regions.probe(weights, scores, s, regions.stand_in), at_weights)
+        arrays.taken(regions.probe(weights, scores, s, regions.stand_in), at_weights)
         for s in (zero, x, 16 * x)
     )
     by_scores = _rows(flat, noisy)
-    used = taken(x, at_scores)
+    used = arrays.taken(x, at_scores)
     if by_scores.level is not None:  # known to be: no scores there
         used = np.where(by_scores.level[:, None], 0, used)
     allowed = by_scores.mask
@@ -329,8 +327,8 @@ def _read(
             return None  # biases of scores, sinks
     found = [regions.compute([weights], {scores: s})[0] for s in (zero, x.astype(zero.dtype))]
     rows = by_scores
-    if not all(map(is_known, found)):
-        rows = _rows(*(taken(y, at_weights) for y in found))
+    if not all(map(arrays.is_known, found)):
+        rows = _rows(*(arrays.taken(y, at_weights) for y in found))
         if _same_for_all(propagator, weights, scores, at_scores):
             rows = rows._replace(mask=rows.mask[0, :1])
     elif allowed.all():
@@ -355,7 +353,7 @@ def _same_for_all(
     heads, queries, keys = at_scores.shape
     rows[at_scores.ravel()] = np.repeat(np.arange(heads * queries), keys)
     for node in regions.between(weights, [scores]):
-        unknown = [x for x in node.operands if not isinstance(x, Node) and not is_known(x)]
+        unknown = [x for x in node.operands if not isinstance(x, Node) and not arrays.is_known(x)]
         if not unknown:
             continue
         places = regions.follow(node, scores)
@@ -371,7 +369,7 @@ def _same_for_all(
 
 def _rows(flat: Any, noisy: Any) -> Rows:
     """What rows see, from the weights (H, T, S) of zero scores and of others."""
-    known = is_known(flat)
+    known = arrays.is_known(flat)
     xp: Any = np if known else jnp
     lost = xp.isnan(flat).any(-1)
     level = (xp.abs(flat - noisy) < 1e-6).all(-1) & ((flat > 0).sum(-1) > 1) | lost
@@ -407,11 +405,13 @@ def _find_layout(
     shown = regions.follow(weights, scores)
     if shown is None:
         return None
-    own, other = factors(node)[side], factors(node)[1 - side]
-    at = as_rows(shown, *own)  # places of the scores; (batch, rows, keys), like all that follow
-    entry = as_rows(np.arange(weights.size).reshape(weights.shape), *own)
+    own, other = arrays.factors(node)[side], arrays.factors(node)[1 - side]
+    at = arrays.as_rows(
+        shown, *own
+    )  # places of the scores; (batch, rows, keys), like all that follow
+    entry = arrays.as_rows(np.arange(weights.size).reshape(weights.shape), *own)
     (lt, lc), (rt, rc) = (
-        p.decoded(*f) for p, f in zip((left, right), factors(scores), strict=True)
+        p.decoded(*f) for p, f in zip((left, right), arrays.factors(scores), strict=True)
     )
     batch, *rows = np.unravel_index(at, (*lt.shape[:2], rt.shape[1]))
     # The token and the first column of both factors of each score.
@@ -449,7 +449,7 @@ def _find_layout(
     columns = (r_columns, l_columns) if swapped else (l_columns, r_columns)
     width = value_columns.shape[-1]
     output = (query[..., 0] * len(heads) + head[..., 0])[..., None] * width + np.arange(width)
-    output = in_product(node, side, output)
+    output = arrays.in_product(node, side, output)
     parts = (right, left, value) if swapped else parts
     core = Core(parts, (*columns, value_columns[pick[0], pick[2]]), output)
     at_scores, at_weights = (np.where(table < 0, -1, x.ravel()[table]) for x in (at, entry))
