@@ -215,7 +215,7 @@ def _feed_forward(propagator: Propagator, node: Node) -> Moments | None:
     for value in node.nodes:
         found = univariate(value)
         hidden = None if found is None else projection(propagator, found.source)
-        if found is None or hidden is None or hidden.turn is not None:
+        if found is None or hidden is None or hidden.rotation is not None:
             continue
         x, (d, width) = hidden.x, hidden.layer.kernel.shape
         if len(x.mean) == 1:  # no tokens that share noise: layer by layer is nearer

@@ -5,9 +5,8 @@ walking back: it is what the later one of the two makes of Cov[u, its parents]. 
 are one array, or have no weight in common.
 """
 
-import dataclasses
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,39 +17,64 @@ from moment_jax.covariance.cross import plus
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.expectations import ElementwiseMoments
 from moment_jax.propagation import arrays
+from moment_jax.propagation.arrays import Base, Moments, Sequence
 from moment_jax.propagation.errors import refuse, register, shapes, where
 from moment_jax.propagation.graph import Node, is_random, weights_in
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.regions import weights_of
 from moment_jax.propagation.weights import Weight, overlap
 
+Gain = Array | int  # (T, D), or 1 or -1
 
-def covariance(propagator: Propagator, node: Node, a: arrays.Sequence, b: arrays.Sequence) -> Any:
+
+def covariance(propagator: Propagator, node: Node, a: Sequence, b: Sequence) -> Any:
     """Cov[a, b] in the structure's own form, where `node` joins them; None if it is zero."""
-    found = _between(propagator, node, a.base, b.base)
-    found = _arranged(node, found, b)
-    if found is not None:
-        found = _arranged(node, found.T, a)
+    found = _arranged(node, _between(propagator, node, a.base, b.base), b)
+    found = None if found is None else _arranged(node, found.T, a)
     return None if found is None else found.T
 
 
-def joined(propagator: Propagator, node: Node, parts: list[arrays.Sequence]) -> arrays.Base:
-    """The sum of sequences of one shape, with all their covariances."""
-    mean, cov = parts[0].mean, parts[0].cov
-    for i, x in enumerate(parts[1:], 1):
-        crosses = (covariance(propagator, node, y, x) for y in parts[:i])
-        mean, cov = mean + x.mean, cov.add_branch(x.cov, reduce(plus, crosses, None))
-    return arrays.Base(mean, cov, tuple((x, arrays.as_it_is) for x in parts))
+def combined(
+    propagator: Propagator, node: Node, parts: list[Sequence], gains: list[Any] | None = None
+) -> tuple[Base, bool]:
+    """The sum of sequences of one shape, each times its gain, with all their covariances.
+
+    And whether they have any.
+    """
+    gains = gains or [1] * len(parts)
+    means: list[Array] = []
+    cov, dependent = None, False
+    for i, (x, gain) in enumerate(zip(parts, gains, strict=True)):
+        found = (covariance(propagator, node, y, x) for y in parts[:i])
+        crosses = (_times(p, gain, c) for p, c in zip(gains, found, strict=False))
+        cross = reduce(plus, crosses, None)
+        dependent = dependent or cross is not None
+        signed = isinstance(gain, int)
+        means.append(x.mean if signed and gain == 1 else gain * x.mean)
+        own = x.cov if signed else x.cov.rescale(gain)
+        cov = own if cov is None else cov.add_branch(own, cross)
+    parents = tuple((x, partial(_times, 1, gain)) for x, gain in zip(parts, gains, strict=True))
+    return Base(sum(means[1:], means[0]), cov, parents), dependent
 
 
-def _between(propagator: Propagator, node: Node, u: arrays.Base, v: arrays.Base) -> Any:
+def _times(p: Gain, q: Gain, cross: Any) -> Any:
+    """Cov[p a, q b], given Cov[a, b]."""
+    if cross is None or (isinstance(p, int) and isinstance(q, int) and p * q == 1):
+        return cross
+    if isinstance(p, int):  # 1, or both are
+        return cross.rescale(jnp.full((1, 1), p * q) if isinstance(q, int) else q)
+    return cross.rescale(q).T.rescale(p).T
+
+
+def _between(propagator: Propagator, node: Node, u: Base, v: Base) -> Any:
+    """Cov[u, v]."""
     if u.index > v.index:
         found = _between(propagator, node, v, u)
         return None if found is None else found.T
     if u is v:
         return v.cov.with_itself()
-    mine, others = weights_in(u.node), weights_in(v.node)
-    if not overlap(mine, others):
+    mine = weights_in(u.node)
+    if not overlap(mine, weights_in(v.node)):
         return None
     if (u, v) not in propagator.crosses:
         if v.parents is None:
@@ -66,24 +90,22 @@ def _between(propagator: Propagator, node: Node, u: arrays.Base, v: arrays.Base)
     return propagator.crosses[u, v]
 
 
-def _own(v: arrays.Base) -> list[Any]:
+def _own(v: Base) -> list[Any]:
     """The weights between an array and its parents."""
     if not isinstance(v.node, Node):
         return [v.node]
     parents = {x.base for x, _ in v.parents or ()}
-    starts = {base.node for base in parents}
 
     def before(node: Node) -> list[Node]:
         return [n for n in node.origins if n.moments is None or n.moments.base not in parents]
 
-    return weights_of(v.node, starts, before)
+    return weights_of(v.node, {base.node for base in parents}, before)
 
 
-def _arranged(node: Node, cross: Any, x: arrays.Sequence) -> Any:
-    if cross is None:
-        return None
-    found = x.arranged(cross)
-    if found is None:
+def _arranged(node: Node, cross: Any, x: Sequence) -> Any:
+    """Cov[u, x], given that of u and the base of x; None is zero."""
+    found = None if cross is None else x.arranged(cross)
+    if cross is not None and found is None:
         raise refuse(
             f"`{node.op}` of two arrays with a random array in common, of which one was rearranged "
             f"so that its tokens and features {tuple(x.base.mean.shape)} are mixed",
@@ -93,7 +115,7 @@ def _arranged(node: Node, cross: Any, x: arrays.Sequence) -> Any:
     return found
 
 
-def _shared(node: Node, v: arrays.Base, why: str, fix: str) -> Exception:
+def _shared(node: Node, v: Base, why: str, fix: str) -> Exception:
     place = f" (one from {where(v.node.source)}: {why})" if isinstance(v.node, Node) else ""
     return refuse(
         f"`{node.op}` of random {shapes(node.operands)}, which have a random array in common{place}",
@@ -102,62 +124,35 @@ def _shared(node: Node, v: arrays.Base, why: str, fix: str) -> Exception:
     )
 
 
-class _Pair(NamedTuple):
-    """Two jointly Gaussian arrays as sequences."""
-
-    a: arrays.Sequence
-    b: arrays.Sequence
-    cross: Any  # Cov[a, b]
-    axes: tuple[arrays.Axes, arrays.Axes]
-    shape: tuple[int, ...]
-
-    def weighted(self, p: Any, q: Any) -> Any:
-        """The covariance of p a + q b, p and q (T, D)."""
-        cross = self.cross
-        if cross is not None:
-            cross = cross.rescale(q).T.rescale(p).T
-        return self.a.cov.rescale(p).add_branch(self.b.cov.rescale(q), cross)
-
-    def result(self, mean: Array, cov: Any, p: Array, q: Array) -> arrays.Moments:
-        """An array that is p a + q b to first order."""
-        parents = (self.a, lambda c: c.rescale(p)), (self.b, lambda c: c.rescale(q))
-        return arrays.fresh(mean, cov, self.shape, *self.axes, parents)
-
-
-def _pair(propagator: Propagator, node: Node, shape: Any, *operands: arrays.Moments) -> _Pair:
-    m, other = (x.broadcast(shape) for x in operands)
-    axes = max(m, other, key=lambda x: x.mean.size).natural()
-    a, b = m.sequence(*axes), other.sequence(*axes)
-    return _Pair(a, b, covariance(propagator, node, a, b), axes, tuple(shape))
-
-
-def _operands(propagator: Propagator, node: Node) -> _Pair:
-    """Those of an operation on two arrays."""
-    return _pair(propagator, node, node.shape, *map(propagator.moments, node.operands))
+def _aligned(propagator: Propagator, node: Node, *operands: Any) -> list[Sequence]:
+    """Operands as sequences of one shape, with the axes of the largest."""
+    found = [propagator.moments(x).broadcast(node.shape) for x in operands]
+    axes = max(found, key=lambda m: m.mean.size).natural()
+    return [m.sequence(*axes) for m in found]
 
 
 @rule("mul", "div")
-def _product(propagator: Propagator, node: Node) -> arrays.Moments | None:
+def _product(propagator: Propagator, node: Node) -> Moments | None:
     """Moments to second order in the noise; a quotient is a product with the reciprocal's moments."""
     if not all(map(is_random, node.operands)):
         return None
-    pair = _operands(propagator, node)
-    a, b, cross, *_ = pair
-    other, other_cov, slope = b.mean, b.cov, jnp.ones_like(b.mean)
+    a, b = _aligned(propagator, node, *node.operands)
+    cross = covariance(propagator, node, a, b)
+    p, of_p, slope = b.mean, b.cov, jnp.ones_like(b.mean)
     if node.op == "div":
         moments = _reciprocal(b.mean, b.cov.variance())
-        other, other_cov, slope = moments.mean, b.cov.elementwise(moments), moments.gain
-        cross = None if cross is None else cross.rescale(slope)
-    mean = a.mean * other if cross is None else a.mean * other + cross.own()
-    cov = pair._replace(b=dataclasses.replace(b, cov=other_cov), cross=cross).weighted(
-        other, a.mean
-    )
-    cov = cov.add(a.cov.hadamard(other_cov, cross))
+        p, of_p, slope = moments.mean, b.cov.elementwise(moments), moments.gain
+    mean, to_first = a.mean * p, cross
+    if cross is not None:
+        cross = cross.rescale(slope) if node.op == "div" else cross
+        mean, to_first = mean + cross.own(), _times(p, a.mean, cross)
+    cov = a.cov.rescale(p).add_branch(of_p.rescale(a.mean), to_first)
+    cov = cov.add(a.cov.hadamard(of_p, cross))
     assumed = "factors independent" if cross is None else "factors jointly Gaussian"
-    if node.op == "div":
-        assumed += ", the divisor of one sign"
+    assumed += ", the divisor of one sign" if node.op == "div" else ""
     propagator.note(node, "product" if node.op == "mul" else "quotient", assumed)
-    return pair.result(mean, cov, other, a.mean * slope)
+    parents = (a, partial(_times, 1, p)), (b, partial(_times, 1, a.mean * slope))
+    return arrays.made(mean, cov, arrays.ordered(node.shape, *a.axes), *parents)
 
 
 def _reciprocal(mean: Array, variance: Array) -> ElementwiseMoments:
@@ -173,22 +168,35 @@ def _reciprocal(mean: Array, variance: Array) -> ElementwiseMoments:
 
 
 @rule("select_n")
-def _chosen(propagator: Propagator, node: Node) -> arrays.Moments | None:
+def _chosen(propagator: Propagator, node: Node) -> Moments | None:
     """By a certain condition that is not known while tracing."""
     condition, *cases = node.operands
     if is_random(condition) or len(cases) != 2 or np.shape(condition) != tuple(node.shape):
         return None
-    pair = _pair(propagator, node, node.shape, *map(propagator.moments, cases[::-1]))
-    chosen = arrays.as_rows(condition, *pair.axes)
-    p = chosen.astype(pair.a.mean.dtype)
+    a, b = _aligned(propagator, node, *cases[::-1])
+    chosen = arrays.as_rows(condition, *a.axes)
+    p = chosen.astype(a.mean.dtype)
+    found, _ = combined(propagator, node, [a, b], [p, 1 - p])
+    found.mean = jnp.where(chosen, a.mean, b.mean)  # the other may be infinite
     propagator.note(node, "select_n", "operands jointly Gaussian")
-    return pair.result(
-        jnp.where(chosen, pair.a.mean, pair.b.mean), pair.weighted(p, 1 - p), p, 1 - p
-    )
+    return Moments(found, arrays.ordered(node.shape, *a.axes))
+
+
+@rule("add", "add_any", "sub")
+def _sum(propagator: Propagator, node: Node) -> Moments | None:
+    """The sum or difference of two arrays, with the covariance of both."""
+    parts = _aligned(propagator, node, *node.operands)
+    gains = [1, -1 if node.op == "sub" else 1]
+    if parts[0].base.index > parts[1].base.index:  # the stream before its branch
+        parts, gains = parts[::-1], gains[::-1]
+    found, dependent = combined(propagator, node, parts, gains)
+    notes = ("residual", "the branch linearised") if dependent else ("sum", "addends independent")
+    propagator.note(node, *notes)
+    return Moments(found, arrays.ordered(node.shape, *parts[0].axes))
 
 
 @rule(*arrays.VIEWS)
-def _view(propagator: Propagator, node: Node) -> arrays.Moments | None:
+def _view(propagator: Propagator, node: Node) -> Moments | None:
     first, *rest = node.operands
     if any(map(is_random, rest)):
         raise refuse(
@@ -200,38 +208,17 @@ def _view(propagator: Propagator, node: Node) -> arrays.Moments | None:
         return None  # embedding lookup
     m = propagator.moments(first)
     places = arrays.moved(node, m.places, rest)
-    return None if places is None else arrays.Moments(m.base, places[node.output])
+    return None if places is None else Moments(m.base, places[node.output])
 
 
 @rule("belief")
-def _belief(propagator: Propagator, node: Node) -> arrays.Moments:
+def _belief(propagator: Propagator, node: Node) -> Moments:
     propagator.note(node, "weights as values")
     return propagator.moments(node.operands[0])
 
 
-@rule("add", "add_any", "sub")
-def _sum(propagator: Propagator, node: Node) -> arrays.Moments | None:
-    """The sum or difference of two arrays, with the covariance of both."""
-    moments = [propagator.moments(x).broadcast(node.shape) for x in node.operands]
-    axes = max(moments, key=lambda m: m.mean.size).natural()
-    a, b = sorted((m.sequence(*axes) for m in moments), key=lambda x: x.base.index)
-    signs = (1, 1) if node.op != "sub" else (1, -1) if a.base is moments[0].base else (-1, 1)
-    cross = covariance(propagator, node, a, b)
-    if cross is not None and node.op == "sub":
-        cross = cross.rescale(-jnp.ones((1, a.mean.shape[1]), a.mean.dtype))
-    assumed = "addends independent" if cross is None else "the branch linearised"
-    propagator.note(node, "sum" if cross is None else "residual", assumed)
-    mean, cov = signs[0] * a.mean + signs[1] * b.mean, a.cov.add_branch(b.cov, cross)
-    parents = tuple((x, partial(_signed, sign)) for x, sign in zip((a, b), signs, strict=True))
-    return arrays.fresh(mean, cov, node.shape, *axes, parents)
-
-
-def _signed(sign: int, cross: Any) -> Any:
-    return cross if sign == 1 else cross.rescale(-jnp.ones((1, 1)))
-
-
 @rule("reduce_sum")
-def _total(propagator: Propagator, node: Node) -> arrays.Moments | None:
+def _total(propagator: Propagator, node: Node) -> Moments | None:
     """The sum over tokens, or over features."""
     m = propagator.moments(node.operands[0])
     x = m.sequence()
@@ -240,23 +227,19 @@ def _total(propagator: Propagator, node: Node) -> arrays.Moments | None:
     if over is None:
         return None
     # The entry of the sum in which each token, or each feature, is.
-    summed = [1 if i in axes else m.shape[i] for i in over]
-    entry = np.arange(np.prod(summed, dtype=int)).reshape(summed)
+    entry = arrays.numbered([1 if i in axes else m.shape[i] for i in over])
     entry = np.broadcast_to(entry, [m.shape[i] for i in over])
     choose = jax.nn.one_hot(entry.ravel(), entry.max() + 1, dtype=x.mean.dtype)  # (old, new)
     by_token = over is x.tokens
-    if by_token:
-        mean, cov = choose.T @ x.mean, x.cov.map_tokens(choose.T)
-    else:
-        mean, cov = x.mean @ choose, x.cov.map_features(choose)
 
-    def carry(cross: Any) -> Any:
-        return cross.map_tokens(choose.T) if by_token else cross.map_features(choose)
+    def summed(of: Any) -> Any:
+        return of.map_tokens(choose.T) if by_token else of.map_features(choose)
 
+    mean = choose.T @ x.mean if by_token else x.mean @ choose
     propagator.note(node, "sum over " + ("tokens" if by_token else "features"))
     left = [i for i in range(m.ndim) if i not in axes]
-    tokens, features = (tuple(left.index(i) for i in g if i not in axes) for g in x.axes)
-    return arrays.fresh(mean, cov, node.shape, tokens, features, ((x, carry),))
+    kept = (tuple(left.index(i) for i in g if i not in axes) for g in x.axes)
+    return arrays.made(mean, summed(x.cov), arrays.ordered(node.shape, *kept), (x, summed))
 
 
 _DATA = {  # the operands that are not indices or conditions
@@ -265,43 +248,44 @@ _DATA = {  # the operands that are not indices or conditions
 
 
 @rule(*_DATA)
-def _assembled(propagator: Propagator, node: Node) -> arrays.Moments | None:
+def _assembled(propagator: Propagator, node: Node) -> Moments | None:
     """The sum of the operands, each at its own entries and zero elsewhere."""
-    data = range(len(node.operands))[slice(*_DATA[node.op])]
-    parts = [node.operands[i] for i in data]
-    others = (x for i, x in enumerate(node.operands) if i not in data)
-    if not all(map(arrays.is_known, others)):
+    data = slice(*_DATA[node.op])
+    parts = node.operands[data]
+    before, after = node.operands[: data.start], node.operands[data.start + len(parts) :]
+    if not all(map(arrays.is_known, (*before, *after))):
         return None
     moments = [propagator.moments(x) for x in parts]
     # Number the entries of all parts, to see where they go.
     ends = np.cumsum([m.places.size for m in moments])
-    numbers = (np.arange(e - m.places.size, e) for m, e in zip(moments, ends, strict=True))
-    ids = [n.astype(np.int32).reshape(m.shape) for n, m in zip(numbers, moments, strict=True)]
-    operands = [*node.operands[: data.start], *ids, *node.operands[data.stop :]]
-    shown = np.asarray(arrays.evaluate(node.primitive, operands, node.params)[0])
+    ids = [
+        arrays.numbered(m.shape).astype(np.int32) + (end - m.places.size)
+        for m, end in zip(moments, ends, strict=True)
+    ]
+    shown = np.asarray(arrays.evaluate(node.primitive, [*before, *ids, *after], node.params)[0])
 
     # Where each entry is in its array; parts of one array are one part.
     mean: Any = jnp.zeros((), moments[0].mean.dtype)
-    whole: dict[arrays.Base, np.ndarray] = {}
+    whole: dict[Base, arrays.Places] = {}
     for x, m, end in zip(parts, moments, ends, strict=True):
         if m.places.size == 0:
             continue
-        local = np.where(shown < end, shown - end, 0)  # from the end: negative
-        places = np.append(m.places, -1)[np.where(-local <= m.places.size, local - 1, -1)]
+        own = (shown >= end - m.places.size) & (shown < end)
+        places = np.append(m.places, -1)[np.where(own, shown - end - 1, -1)]
         if is_random(x):
             whole[m.base] = np.maximum(places, whole.get(m.base, -1))
         else:
-            mean = mean + arrays.taken(m.mean, places)
-    found = [arrays.Moments(base, places) for base, places in whole.items()]
+            mean = mean + arrays.take(m.mean, places)
+    found = [Moments(base, places) for base, places in whole.items()]
     if len(found) == 1 and mean.ndim == 0 and (found[0].places >= 0).all():
         return found[0]
     random = (m for x, m in zip(parts, moments, strict=True) if is_random(x))
     tokens, features = max(random, key=lambda m: m.places.size).natural()
     left = [i for i, n in enumerate(node.shape) if n > 1 and i not in (*tokens, *features)]
-    tokens, features = (tokens, features) if features else (tokens, tuple(left))
+    features = features or tuple(left)
     tokens = tuple(sorted({*tokens, *left} - {*features}))
-    total = joined(propagator, node, [m.sequence(tokens, features) for m in found])
+    total, _ = combined(propagator, node, [m.sequence(tokens, features) for m in found])
     if mean.ndim:  # of the certain parts
         total.mean = total.mean + arrays.as_rows(mean, tokens, features)
     propagator.note(node, node.op)
-    return arrays.Moments(total, arrays.ordered(node.shape, tokens, features))
+    return Moments(total, arrays.ordered(node.shape, tokens, features))

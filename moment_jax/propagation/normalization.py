@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from moment_jax.layers.softmax import softmax
 from moment_jax.posterior import Point
 from moment_jax.propagation import arrays
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.joins import joined
+from moment_jax.propagation.joins import combined
 from moment_jax.propagation.propagator import Propagator, pattern
 from moment_jax.propagation.regions import (
     BY_ROW,
@@ -31,6 +30,7 @@ from moment_jax.propagation.regions import (
     misfit,
     probe,
     sources,
+    through_views,
 )
 
 
@@ -63,7 +63,7 @@ def _by_row(propagator: Propagator, node: Node) -> arrays.Moments | None:
             return _log_softmax(x, node)
         total, total_cov, _, _, weights = logsumexp(x.mean, x.cov)
         parent = x, lambda cross: cross.map_each(weights[:, :, None])
-        return arrays.fresh(total, total_cov, node.shape, tuple(range(node.ndim)), (), (parent,))
+        return arrays.made(total, total_cov, arrays.numbered(node.shape), parent)
     kernel = jnp.asarray(kind, x.mean.dtype)
     propagator.note(node, "linear map of the features")
     mean, cov = x.mean @ kernel, x.cov.map_features(kernel)
@@ -104,15 +104,15 @@ def _log_softmax(x: arrays.Sequence, node: Node) -> arrays.Moments:
 
 def log_probabilities(propagator: Propagator, node: Node) -> arrays.Moments | None:
     """Moments of the logarithm of what is a softmax, or a view of one; else None."""
-    if node.op in arrays.VIEWS and node.nodes:
-        inner = log_probabilities(propagator, node.nodes[0])
-        seen = None if inner is None else arrays.moved(node, inner.places, node.operands[1:])
-        return None if inner is None or seen is None else replace(inner, places=seen[node.output])
-    found = _found(node)
-    if found is None or found[-1] != "softmax":
-        return None
-    x = propagator.moments(found[0]).sequence(*found[1:3])
-    return _log_softmax(x, node)
+
+    def of_softmax(n: Node) -> arrays.Moments | None:
+        found = None if arrays.is_view(n) else _found(n)
+        if found is None or found[-1] != "softmax":
+            return None
+        return _log_softmax(propagator.moments(found[0]).sequence(*found[1:3]), n)
+
+    found: arrays.Moments | None = through_views(node, of_softmax)
+    return found
 
 
 def _normalized(
@@ -149,7 +149,7 @@ def _normalized(
     places = arrays.ordered(m.shape, tokens, features).reshape(node.shape)
     if len(placed) == 1:
         return arrays.Moments(placed[0].base, places)
-    return arrays.Moments(joined(propagator, node, placed), places)
+    return arrays.Moments(combined(propagator, node, placed)[0], places)
 
 
 def _reduced_sources(node: Node) -> Iterator[tuple[Node, arrays.Axes]]:

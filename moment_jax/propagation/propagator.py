@@ -123,7 +123,7 @@ class Propagator:
             tokens = tuple(i for i in range(x.ndim) if i not in features)
             mean = arrays.as_rows(x, tokens, features)
             cov = started(self.structure, mean.shape, mean.dtype, self.landmarks)
-            found = arrays.fresh(mean, cov, x.shape, tokens, features, ())
+            found = arrays.made(mean, cov, arrays.ordered(x.shape, tokens, features))
             self.known[key] = array, self.pooled(found)  # kept, so that no id is reused
         return self.known[key][1]
 
@@ -356,7 +356,7 @@ def _random(propagator: Propagator, mean: Any, cov: Any) -> Node:
             f"{tuple(cov.shape)}."
         )
     own = Weight.of(Factorized(rows, jnp.zeros_like(rows)))
-    moments = propagator.pooled(arrays.fresh(rows, cov, np.shape(mean), *axes, ()))
+    moments = propagator.pooled(arrays.made(rows, cov, arrays.ordered(np.shape(mean), *axes)))
     return given(moments, rows.dtype, [own])
 
 
@@ -387,7 +387,9 @@ def _loop(propagator: Propagator, node: Node) -> arrays.Moments:
 
         def argument(i: int, value: Any) -> Any:
             if i == carry:
-                found = arrays.fresh(mean, _pooled_alike(inner, cov), start.shape, *axes, ())
+                found = arrays.made(
+                    mean, _pooled_alike(inner, cov), arrays.ordered(start.shape, *axes)
+                )
                 own = frozenset(weights_of(start, []))
                 return given(found, start.dtype, own, start.weights - own)
             if isinstance(value, Node):
@@ -418,13 +420,13 @@ def _loop(propagator: Propagator, node: Node) -> arrays.Moments:
             length,
             unroll=p["options"]["unroll"],
         )
-        return arrays.fresh(mean, cov, node.shape, *axes)
+        return arrays.Moments(arrays.Base(mean, cov, None), arrays.ordered(node.shape, *axes))
     options = {name: p["options"][name] for name in ("policy", "prevent_cse")}
     try:
         mean, cov = jax.checkpoint(body, **options)(*at, {})
     except Pooled:  # with an array of the checkpoint's own: say it again outside
         mean, cov = body(*at, {})
-    return arrays.fresh(mean, cov, node.shape, *axes)
+    return arrays.Moments(arrays.Base(mean, cov, None), arrays.ordered(node.shape, *axes))
 
 
 def _pooled_alike(propagator: Propagator, cov: Any) -> Any:

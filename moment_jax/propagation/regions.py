@@ -282,6 +282,18 @@ def follow(node: Node, source: Node) -> np.ndarray | None:
     return None
 
 
+def through_views(node: Any, find: Callable[[Node], Any]) -> Any:
+    """What `find` makes of an array, or its view where the array is a view of another; else None."""
+    if not isinstance(node, Node):
+        return None
+    found = find(node)
+    if found is None and arrays.is_view(node):
+        inner = through_views(node.operands[0], find)
+        places = None if inner is None else arrays.moved(node, inner.places, node.operands[1:])
+        found = None if places is None else dataclasses.replace(inner, places=places[node.output])
+    return found
+
+
 def stand_in(constant: Any) -> Any:
     """A known array in place of a traced one: all True, or all NaN."""
     if arrays.is_known(constant):
@@ -348,7 +360,9 @@ class Stage:
             for node in self.inner:
                 node.moments = None
             if self.start is not None:
-                given = arrays.fresh(mean, cov, self.start.shape, *self.axes[self.start], ())
+                given = arrays.made(
+                    mean, cov, arrays.ordered(self.start.shape, *self.axes[self.start])
+                )
                 self.start.moments = propagator.pooled(given)
                 given.base.node = self.start
             return propagator.moments(self.end)

@@ -173,18 +173,18 @@ def select(posterior: Posterior, places: np.ndarray, *, repeats: bool = False) -
     if places.shape == shape and np.array_equal(places.ravel(), np.arange(places.size)):
         return posterior
     if isinstance(posterior, Point):
-        return Point(arrays.taken(posterior.mean, places))
+        return Point(arrays.take(posterior.mean, places))
     known = places[places >= 0]
     repeated = len(np.unique(known)) != known.size
     if repeats and repeated and places.ndim == 1 and isinstance(posterior, Factorized):
-        variance = arrays.taken(posterior.variance, places)
+        variance = arrays.take(posterior.variance, places)
         same = places[:, None] == places
         return FullNormal(
-            arrays.taken(posterior.mean, places), jnp.where(same, variance[:, None], 0)
+            arrays.take(posterior.mean, places), jnp.where(same, variance[:, None], 0)
         )
     if isinstance(posterior, Factorized) and (repeats or not repeated):
         return Factorized(
-            arrays.taken(posterior.mean, places), arrays.taken(posterior.variance, places)
+            arrays.take(posterior.mean, places), arrays.take(posterior.variance, places)
         )
     if repeated or known.size < places.size:
         return None
