@@ -22,9 +22,8 @@ from moment_jax.objectives.moments import labels_of, over_batch
 from moment_jax.posterior import Factorized, FullNormal, Point, Posterior, sample_params
 from moment_jax.propagation import PropagationError, propagate
 from moment_jax.propagation import linearised as linearise
-from moment_jax.propagation.errors import shapes, takes, with_axes
+from moment_jax.propagation.errors import Steps, shapes, takes, with_axes
 from moment_jax.propagation.propagator import is_random_input
-from moment_jax.propagation.receipt import Steps
 from moment_jax.xla import with_automatic_axes
 
 LIKELIHOODS = (Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian)
