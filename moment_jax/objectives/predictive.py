@@ -53,14 +53,14 @@ def class_probabilities(mean: Array, cov: Cov, *, num_points: int | None = None)
     ======================================  ======  ======  ======  ======  ======
     sd of the logits                        0.3     1       2       3       5
     ======================================  ======  ======  ======  ======  ======
-    512 points (the default)                1e-8    1e-5    1e-4    3e-4    7e-4
-    128 points                              6e-8    4e-5    7e-4    2e-3    4e-3
+    512 points (the default)                1e-8    1e-5    1e-4    4e-4    8e-4
+    128 points                              6e-8    4e-5    7e-4    2e-3    5e-3
     tilted fixed point                      6e-7    2e-3    0.08    0.6     2.4
     softmax(m_i / sqrt(1 + pi/8 v_i))       7e-4    0.03    0.09    0.15    0.18
     pairwise logistic, normalised           3e-4    0.015   0.05    0.10    0.13
     ======================================  ======  ======  ======  ======  ======
 
-    With 300 classes, 512 points lose 2e-4, 0.003 and 0.013 at sd 1, 2 and 3.
+    With 300 classes, 512 points lose 3e-4, 0.004 and 0.014 at sd 1, 2 and 3.
     Small probabilities in the tail are the least accurate: few points cover the rare draws of the logits
     that such a class needs.
 
