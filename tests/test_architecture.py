@@ -39,7 +39,7 @@ MAY_IMPORT = {
         "objectives",
         "discrete",
     },
-    "brownian": {"xla", "covariance", "expectations"},
+    "brownian": {"xla", "linalg", "covariance"},
     # optim taps the inputs of Flax's layers and of those in nn, so it stands above nn.
     "optim": {"xla", "linalg", "posterior", "layers", "nn"},
     "parallel": {"covariance"},

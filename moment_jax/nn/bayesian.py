@@ -18,7 +18,7 @@ from moment_jax.covariance import STRUCTURES, Covariance, Diagonal, Full, Moment
 from moment_jax.covariance.token_gram import num_landmarks
 from moment_jax.nn.belief import FAMILIES, Belief, matrix_shape
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
-from moment_jax.objectives.moments import labels_of, over_batch
+from moment_jax.objectives.checks import labels_of, over_batch
 from moment_jax.posterior import Factorized, FullNormal, Point, Posterior, sample_params
 from moment_jax.propagation import PropagationError, propagate
 from moment_jax.propagation import linearised as linearise
