@@ -20,7 +20,9 @@ from moment_jax.covariance import Covariance
 from moment_jax.inference import data as checks
 from moment_jax.inference.training import STEPS_AT_ONCE, Training
 from moment_jax.nn import PriorScale
-from moment_jax.nn.bayesian import Bayesian, LogNoise, _as_nnx, _stored_likelihood
+from moment_jax.nn import likelihood as likelihoods
+from moment_jax.nn.bayesian import Bayesian
+from moment_jax.nn.plain import as_nnx
 from moment_jax.objectives import Gaussian
 
 Data = tuple[tuple[np.ndarray, ...], np.ndarray]
@@ -136,7 +138,7 @@ def fit(
         likelihood = _own_likelihood(network, likelihood)
     else:
         checks.likelihood("fit", likelihood)
-    plain = _as_nnx(network.at_means() if isinstance(network, Bayesian) else network)
+    plain = as_nnx(network.at_means() if isinstance(network, Bayesian) else network)
     inputs, targets, shape = checks.data("fit", plain, likelihood, data)
     if isinstance(held_out, numbers.Real):
         (inputs, targets), held = _divided((inputs, targets), float(held_out), seed)
@@ -153,8 +155,8 @@ def fit(
             plain = Standardised(plain, columns, of_targets)
         model = Bayesian(plain, **{"relative_scale": 0.05, "learn_prior": True, **options})
     if model.kind is None:
-        model.kind, model.noise = _stored_likelihood(likelihood)
-        if isinstance(model.noise, LogNoise) and of_targets:
+        model.kind, model.noise = likelihoods.stored(likelihood)
+        if isinstance(model.noise, likelihoods.LogNoise) and of_targets:
             model.noise.set_value(jnp.asarray(2 * np.log(of_targets[1])))
 
     warm_up, size = min(round(WARM_UP / learning_rate), max_steps // 2), len(targets)
@@ -235,7 +237,7 @@ def _as_it_is(model: Bayesian, options: dict[str, Any], columns: list[Any]) -> B
 
 def _own_likelihood(model: Bayesian, likelihood: Any) -> Any:
     """The likelihood of a `Bayesian`, which the given one has to be."""
-    own = Gaussian() if isinstance(model.noise, LogNoise) else model.likelihood
+    own = Gaussian() if isinstance(model.noise, likelihoods.LogNoise) else model.likelihood
     flat: Any = map(jax.tree.flatten, (own, own if likelihood is None else likelihood))
     (one, kind), (other, same) = flat
     if not isinstance(own, checks.KINDS) or kind != same or not all(map(np.allclose, one, other)):

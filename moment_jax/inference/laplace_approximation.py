@@ -12,8 +12,9 @@ from flax import linen, nnx
 
 from moment_jax.inference import data as checks
 from moment_jax.inference.curvature import Arrays, Curvature, Frame, by_path
-from moment_jax.nn.bayesian import Bayesian, _as_nnx, _is_floating
+from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.belief import matrix_shape
+from moment_jax.nn.plain import as_nnx, is_floating
 from moment_jax.objectives import Categorical, Gaussian
 from moment_jax.posterior import Factorized, FullNormal, KroneckerEigen, Posterior
 from moment_jax.posterior.reshaped import Reshaped
@@ -109,8 +110,8 @@ def laplace(
             "leave them out."
         )
     checks.positive("laplace", prior_precision=prior_precision, batch_size=batch_size)
-    plain = _as_nnx(network)
-    split: Any = nnx.split(plain, nnx.All(nnx.Param, random, lambda _, x: _is_floating(x)), ...)
+    plain = as_nnx(network)
+    split: Any = nnx.split(plain, nnx.All(nnx.Param, random, lambda _, x: is_floating(x)), ...)
     graph, *state = split
     frame, known = tuple(state), by_path(state[0])
     params = nnx.to_pure_dict(nnx.state(plain, nnx.Param))
