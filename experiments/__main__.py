@@ -7,8 +7,8 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
-from experiments import background
 from experiments.command_line import InputError, Parser, PartError
 from experiments.stopping import INTERRUPTED, StopRequest
 
@@ -83,10 +83,17 @@ def _keep_compiled_programs(arguments: list[str]) -> None:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
+def leave(status: int) -> NoReturn:
+    """End the process without waiting for threads that still compile."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)  # a log has what was printed, whenever we end
-    with StopRequest(signal.SIGINT, at_once=True):
+    with StopRequest(at_once=True):
         _keep_compiled_programs(sys.argv[1:])
         try:
             status = main()
@@ -94,4 +101,4 @@ if __name__ == "__main__":
             traceback.print_exc()
             status = 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # or another one changes the status
-    background.end(status)
+    leave(status)

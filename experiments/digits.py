@@ -8,7 +8,6 @@ seed, but for the curves over the angle), and prints one table with standard err
 import argparse
 import itertools
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,12 @@ from scipy import ndimage
 
 import moment_jax as mj
 from experiments import data, digits_training, figures, predictions
-from experiments.background import Background
 from experiments.checkpoints import run_folder
 from experiments.command_line import Parser
 from experiments.data import Digits
-from experiments.digits_training import Training
 from experiments.outputs import aligned, duration, over_seeds, with_error, write_json
 from experiments.predictions import Prediction
-from experiments.training import Compiled, together
+from experiments.training import in_background, together
 
 ANGLES = np.linspace(0.0, 90.0, 7)  # at which the test images are turned
 SHOWN_ANGLES = (45.0, 60.0)
@@ -53,22 +50,34 @@ def run(args: argparse.Namespace) -> None:
     images = _images(digits)
     plain, bayesian = digits_training.plain(args, digits), digits_training.bayesian(args, digits)
     num_drawn = sum(len(images[name]) for name in DRAWN)
-    plain_update, update, predictors = _compile(args, plain, bayesian, num_drawn)
     # All plain networks first, while the Bayesian program is compiled.
     seeds = range(args.seed, args.seed + args.seeds)
-    plains, fits = [], []
-    for seed in seeds:
-        params = nnx.state(digits_training.plain_network(seed))
-        plains.append(plain.fit(args, params, seed, plain_update))
-        params = digits_training.started(args, plain.task.model(plains[-1][0]))
-        fits.append(partial(bayesian.fit, args, params, seed, update))
-    fitted = zip(seeds, plains, together(fits, update), strict=True)
+    networks = [digits_training.plain_network(seed) for seed in seeds]
+    random = digits_training.bayesian_network(args, networks[0])
+    (plain_update,) = in_background(partial(plain.compile, networks[0]))
+    update, predictors = in_background(
+        partial(bayesian.compile, random), partial(_compile, args, networks[0], random, num_drawn)
+    )
+    plains = [
+        plain.fit(args, network, seed, plain_update.result)
+        for seed, network in zip(seeds, networks, strict=True)
+    ]
+    fits = [
+        partial(
+            bayesian.fit,
+            args,
+            digits_training.bayesian_network(args, one.model),
+            seed,
+            update.result,
+        )
+        for seed, one in zip(seeds, plains, strict=True)
+    ]
     records = []
-    for seed, (means, seconds), (params, more_seconds) in fitted:
-        results = _predict(args, predictors(), (means, params), images, seed)
+    for seed, *fitted in zip(seeds, plains, together(fits), strict=True):
+        results = _predict(args, predictors.result(), [one.model for one in fitted], images, seed)
         records.append({
-            "seconds": {"plain": seconds, "bayesian": more_seconds},
-            "kl": float(bayesian.task.model(params).kl()),
+            "seconds": {"plain": fitted[0].seconds, "bayesian": fitted[1].seconds},
+            "kl": float(fitted[1].model.kl()),
             **_compare(digits, results),
         })  # fmt: skip
         if seed == args.seed:
@@ -86,25 +95,14 @@ def run(args: argparse.Namespace) -> None:
     _print(out, metrics)
 
 
-def _compile(
-    args: argparse.Namespace, plain: Training, bayesian: Training, num_drawn: int
-) -> tuple[Callable[[], Compiled], Callable[[], Compiled], Callable[[], list[Any]]]:
-    """Compile in the background: the plain training, and beside it the others, in the order of use.
-
-    Each result waits for its programs, of all seeds: those of both trainings, and those that predict.
-    """
-
-    def predictors() -> list[Any]:
-        graph, size = bayesian.task.graph, predictions.CHUNK
-        drawn = predictions.drawn(graph, args.samples)
-        return [
-            predictions.compiled(predictions.plain(plain.task.graph), plain.params, size),
-            predictions.compiled(predictions.analytic(graph), bayesian.params, size),
-            predictions.compiled(drawn, bayesian.params, num_drawn, jax.random.key(0)),
-        ]
-
-    first, second = Background(), Background()
-    return first.start(plain.compile), second.start(bayesian.compile), second.start(predictors)
+def _compile(args: argparse.Namespace, plain: Any, random: Any, num_drawn: int) -> list[Any]:
+    """The programs that predict, for networks of all seeds."""
+    size, drawn = predictions.CHUNK, predictions.drawn(args.samples)
+    return [
+        predictions.compiled(predictions.plain, plain, size),
+        predictions.compiled(predictions.analytic, random, size),
+        predictions.compiled(drawn, random, num_drawn, jax.random.key(0)),
+    ]
 
 
 def _images(digits: Digits) -> dict[Any, np.ndarray]:
@@ -118,21 +116,19 @@ def _images(digits: Digits) -> dict[Any, np.ndarray]:
 
 
 def _predict(
-    args: argparse.Namespace,
-    programs: list[Any],
-    params: tuple[Any, Any],
-    images: dict[Any, np.ndarray],
-    seed: int,
-) -> Results:
+    args: argparse.Namespace, programs: list[Any], networks: list[Any],
+    images: dict[Any, np.ndarray], seed: int,
+) -> Results:  # fmt: skip
     """Predictions of all three."""
     plain, analytic, drawn = programs
+    means, random = map(nnx.state, networks)
     every = np.concatenate(list(images.values()))
     few = np.concatenate([images[name] for name in DRAWN])
     whole = {
-        "plain network": predictions.in_chunks(plain, params[0], every),
-        "Bayesian, analytic": predictions.in_chunks(analytic, params[1], every),
+        "plain network": predictions.in_chunks(plain, means, every),
+        "Bayesian, analytic": predictions.in_chunks(analytic, random, every),
     }
-    sampled = predictions.sampled(drawn, params[1], few, jax.random.key(seed + 2))
+    sampled = predictions.sampled(drawn, random, few, jax.random.key(seed + 2))
     whole[f"Bayesian, {args.samples:,} samples"] = sampled
     ends = itertools.pairwise(np.cumsum([0, *map(len, images.values())]))
     parts = {name: slice(*own) for name, own in zip(images, ends, strict=True)}

@@ -104,6 +104,13 @@ def many(
     )
 
 
+def with_spreads(model: mj.Bayesian, sd: Callable[[Array], Array]) -> mj.Bayesian:
+    """Set the standard deviations of all weights, a function of their means; `Factorized` only."""
+    for belief in model.owned.values():
+        belief.raw["scale"].set_value(jnp.log(jnp.expm1(sd(belief.mean[...]))))
+    return model
+
+
 def is_belief(leaf: Any) -> bool:
     """Whether a node of a tree is a belief."""
     return isinstance(leaf, mj.posterior.Posterior)

@@ -41,11 +41,3 @@ def bayesian(network: nnx.Module, **settings: Any) -> mj.Bayesian:
     flat = nnx.traversals.flatten_mapping(weights)
     tree = nnx.traversals.unflatten_mapping({path: belief(path, w) for path, w in flat.items()})
     return mj.Bayesian(network, mj.Categorical(), beliefs=tree, **options)
-
-
-def negative_elbo(
-    fits: Array, kl: Array, dataset_size: int, kl_weight: Array | float
-) -> tuple[Array, dict[str, Array]]:
-    """Minus the ELBO for each example of the data (nats), and its parts."""
-    bound = mj.objectives.elbo(fits, kl, dataset_size=dataset_size, kl_weight=kl_weight)
-    return -bound / dataset_size, {"fit": fits.mean(), "kl": kl}

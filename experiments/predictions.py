@@ -33,58 +33,50 @@ class Prediction(NamedTuple):
 
 
 Outputs = tuple[Array, Array, Array]
-Predict = Callable[[Any, Array], Outputs]
-"""(parameters, images (n, 8, 8)) -> class probabilities, mean and sd of the logits, each (n, C)."""
+"""Class probabilities, mean and sd of the logits, each (n, C)."""
 
 
-def plain(graph: Any) -> Predict:
-    """One deterministic pass."""
-
-    def predict(params: Any, images: Array) -> Outputs:
-        logits = nnx.merge(graph, params)(images)
-        return jax.nn.softmax(logits), logits, jnp.zeros_like(logits)
-
-    return predict
+def plain(network: Any, images: Array) -> Outputs:
+    """One deterministic pass over images (n, 8, 8)."""
+    logits = network(images)
+    return jax.nn.softmax(logits), logits, jnp.zeros_like(logits)
 
 
-def analytic(graph: Any) -> Predict:
+def analytic(model: mj.Bayesian, images: Array) -> Outputs:
     """One pass of moments, and the class probabilities that the logits' moments imply."""
-
-    def predict(params: Any, images: Array) -> Outputs:
-        model = nnx.merge(graph, params)
-        logits = model(images)
-        return model.likelihood(logits).probs, logits.mean, logits.sd
-
-    return predict
+    logits = model(images)
+    return model.likelihood(logits).probs, logits.mean, logits.sd
 
 
-def drawn(graph: Any, num_samples: int) -> Callable[[Any, Array, Array], Array]:
-    """(parameters, images, key) -> logits (num_samples, n, C) of networks drawn from the posterior."""
+def drawn(num_samples: int) -> Callable[[mj.Bayesian, Array, Array], Array]:
+    """(model, images, key) -> logits (num_samples, n, C) of networks drawn from the posterior."""
 
-    def predict(params: Any, images: Array, key: Array) -> Array:
-        model = nnx.merge(graph, params)
-
-        def of_one(key: Array) -> Array:
-            return jnp.asarray(model.sample(key)(images))
-
-        return jax.lax.map(of_one, jax.random.split(key, num_samples))
+    def predict(model: mj.Bayesian, images: Array, key: Array) -> Array:
+        return jax.lax.map(
+            lambda key: jnp.asarray(model.sample(key)(images)), jax.random.split(key, num_samples)
+        )
 
     return predict
 
 
-def compiled(predict: Callable[..., Any], params: Any, count: int, *more: Any) -> Any:
-    """The program for `count` images and parameters of these shapes."""
+def compiled(predict: Callable[..., Any], network: nnx.Module, count: int, *more: Any) -> Any:
+    """The program for `count` images and the state of a network of this form."""
     images = jax.ShapeDtypeStruct((count, IMAGE_SIZE, IMAGE_SIZE), jnp.float32)
-    return jax.jit(predict).lower(params, images, *more).compile()
+    graph, state = nnx.split(network)
+
+    def of_state(state: Any, *arguments: Any) -> Any:
+        return predict(nnx.merge(graph, state), *arguments)
+
+    return jax.jit(of_state).lower(state, images, *more).compile()
 
 
-def in_chunks(program: Predict, params: Any, images: np.ndarray) -> Prediction:
+def in_chunks(program: Any, state: Any, images: np.ndarray) -> Prediction:
     """Predict by a program for CHUNK images, chunk by chunk; the median time counts."""
     results, times = [], []
     for i in range(0, len(images), CHUNK):
         chunk = jnp.asarray(np.resize(images[i : i + CHUNK], (CHUNK, *images.shape[1:])))
         start = time.perf_counter()
-        results.append(jax.block_until_ready(program(params, chunk)))
+        results.append(jax.block_until_ready(program(state, chunk)))
         times.append(time.perf_counter() - start)
     probabilities, mean, sd = (
         np.concatenate(part)[: len(images)] for part in zip(*results, strict=True)
@@ -93,11 +85,11 @@ def in_chunks(program: Predict, params: Any, images: np.ndarray) -> Prediction:
 
 
 def sampled(
-    program: Callable[[Any, Array, Array], Array], params: Any, images: np.ndarray, key: Array
+    program: Callable[[Any, Array, Array], Array], state: Any, images: np.ndarray, key: Array
 ) -> Prediction:
     """The average of the drawn networks."""
     start = time.perf_counter()
-    logits = np.asarray(program(params, jnp.asarray(images), key))
+    logits = np.asarray(program(state, jnp.asarray(images), key))
     seconds = (time.perf_counter() - start) / len(images)
     probabilities = np.asarray(jax.nn.softmax(logits)).mean(axis=0)
     return Prediction(probabilities, logits.mean(axis=0), logits.std(axis=0, ddof=1), seconds)

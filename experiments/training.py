@@ -1,9 +1,10 @@
-"""The training loop: the optimiser, compiled updates, progress, checkpoints, Ctrl-C, early stopping."""
+"""Training by the library's loop, with validation, progress, checkpoints and Ctrl-C."""
 
 import argparse
 import dataclasses
-import signal
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -14,18 +15,15 @@ import optax
 from flax import nnx
 from jax import Array
 
-from experiments.background import Background
+import moment_jax as mj
 from experiments.checkpoints import Checkpoints
 from experiments.progress import Progress
 from experiments.stopping import StopRequest
 
 T = TypeVar("T")
-Params = Any
-Report = dict[str, Array]
 
-VALIDATE_EVERY = 50
-SHOW_EVERY = 10
 RISE = 0.05  # share of the updates in which the learning rate rises
+SAVE_SECONDS = 20.0  # between two checkpoints
 
 
 def clipped_adam(
@@ -40,199 +38,132 @@ def clipped_adam(
     return optax.chain(optax.clip_by_global_norm(norm), adam)
 
 
-class Best(NamedTuple):
-    """The best parameters so far by validation, and their score; lower is better."""
-
-    params: Params
-    score: Array
-
-
-class TrainState(NamedTuple):
-    """The state of a run: parameters, optimiser, number of updates made, random key."""
-
-    params: Params
-    optimizer: Any
-    step: Array
-    key: Array
-    best: Best | None = None
-
-    @property
-    def chosen(self) -> Params:
-        """The best parameters by validation, or the last ones where nothing validates."""
-        return self.params if self.best is None else self.best.params
-
-
-class Compiled(NamedTuple):
-    """The programs of a task; they donate their state."""
-
-    update: Callable[[TrainState], tuple[TrainState, Report]]
-    keep_best: Callable[[TrainState], TrainState] | None
-
-
 @dataclasses.dataclass(frozen=True)
 class Task:
     """What to train.
 
     Args:
       name: shown with the progress.
-      loss: (model, key, step) -> loss, figures to show; it draws its own mini-batch
+      loss: (model, given, step) -> the loss; it draws its own mini-batch, by the key in what is given.
       optimizer: an optax transformation.
       num_steps: number of updates.
       validate: model -> a score to minimise, by which the best parameters are kept
-      graph: of the Flax module that is the model; without one the parameters are
+      wrt: an NNX filter of the variables that are trained.
     """
 
     name: str
-    loss: Callable[[Any, Array, Array], tuple[Array, Report]]
+    loss: Callable[[Any, Any, Array], Array]
     optimizer: optax.GradientTransformation
     num_steps: int
     validate: Callable[[Any], Array] | None = None
-    graph: Any = None
+    wrt: Any = nnx.Param
 
-    def model(self, params: Params) -> Any:
-        """What the loss and the validation take."""
-        return params if self.graph is None else nnx.merge(self.graph, params)
+    def start(self, model: nnx.Module) -> tuple[mj.inference.Training, Any]:
+        """The loop, and the state before the first update."""
+        return mj.inference.Training.of(model, self.optimizer, self.loss, wrt=self.wrt)
 
-    def start(self, params: Params, key: Array) -> TrainState:
-        """The state before the first update; the parameters are copied, for updates donate theirs."""
-        params = jax.tree.map(jnp.copy, params)
-        best = None
-        if self.validate is not None:
-            best = Best(jax.tree.map(jnp.copy, params), jnp.asarray(jnp.inf, jnp.float32))
-        return TrainState(params, self.optimizer.init(params), jnp.int32(0), key, best)
+    def compile(self, model: nnx.Module, given: Any) -> Any:
+        """`Training.advance` for models of this form."""
+        training, state = self.start(model)
+        return training.advance.lower(training, state, given, jnp.int32(0), jnp.int32(0)).compile()
 
-    def update(self, state: TrainState) -> tuple[TrainState, Report]:
-        """One step of the optimiser."""
 
-        def loss(params: Params) -> tuple[Array, Report]:
-            return self.loss(self.model(params), state.key, state.step)
+class Fitted(NamedTuple):
+    """A trained model: the best by validation, or the last."""
 
-        (value, report), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
-        changes, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, changes)
-        new = TrainState(params, optimizer, state.step + 1, state.key, state.best)
-        return new, {"loss": value, **report}
-
-    def compile(self, state: TrainState) -> Compiled:
-        """The programs for states of these shapes, for all seeds."""
-        update = jax.jit(self.update, donate_argnums=0).lower(state).compile()
-        if self.validate is None:
-            return Compiled(update, None)
-        return Compiled(update, jax.jit(self.keep_best, donate_argnums=0).lower(state).compile())
-
-    def keep_best(self, state: TrainState) -> TrainState:
-        """Compare the parameters with the best so far."""
-        assert self.validate is not None
-        assert state.best is not None
-        score = self.validate(self.model(state.params)).astype(state.best.score.dtype)
-        now = Best(state.params, score)
-        better = partial(jnp.where, score < state.best.score)
-        return state._replace(best=jax.tree.map(better, now, state.best))
+    model: Any
+    score: float
+    seconds: float
 
 
 def fit(
-    task: Task,
-    state: TrainState,
-    checkpoints: Checkpoints | None = None,
-    save_every: int = 1,
-    compiled: Callable[[], Compiled] | None = None,
-    request: StopRequest | None = None,
-) -> TrainState:
-    """Train, from the latest checkpoint if there is one.
+    task: Task, model: nnx.Module, given: Any, store: Checkpoints | None = None,
+    advance: Callable[[], Any] | None = None, request: StopRequest | None = None,
+) -> Fitted:  # fmt: skip
+    """Train a copy of a model, from the latest checkpoint if there is one.
 
     Args:
       task: what to train.
-      state: where to start if there is no checkpoint.
-      checkpoints: where to save; the end is saved too. None to save nothing; then Ctrl-C is not waited
-        for.
-      save_every: updates between checkpoints.
-      compiled: gives the programs, from a thread that compiles them or from the fit of another seed;
-        None to compile them.
+      model: where to start if there is no checkpoint.
+      given: to the loss: a random key, and data if it takes any.
+      store: where to save; None to save nothing, and not to wait for Ctrl-C.
+      advance: waits for what `Task.compile` gives, in another thread; None to compile here.
       request: to stop, heard elsewhere (see `together`); None to listen here.
-
-    Returns:
-      The state after `task.num_steps` updates.
 
     Raises:
       InputError: if the checkpoint is of other settings.
-      KeyboardInterrupt: after Ctrl-C, from between two updates; all that was done is saved.
+      KeyboardInterrupt: after Ctrl-C, from between two chunks of updates; all that was done is saved.
     """
-    if checkpoints is not None:
-        state = checkpoints.restore(state) or state
-    first = int(state.step)
-    if first >= task.num_steps:
-        return state
-    progress = Progress(task.name, task.num_steps, initial=first)
+    begin = saved = time.perf_counter()
+    training, state = task.start(model)
+    now = {"step": jnp.int32(0), "state": state, "best": state[0], "score": jnp.float32(jnp.inf)}
+    now = now if store is None else store.latest(now)
+    progress = Progress(task.name, task.num_steps, initial=int(now["step"]))
     # Compile first: there is nothing yet that Ctrl-C would have to save.
-    update, keep_best = compiled() if compiled else task.compile(state)
-    own = StopRequest(*([] if checkpoints is None else [signal.SIGINT]))
-    with own if request is None else nullcontext(request) as request:
-        for step in range(first + 1, task.num_steps + 1):
-            state, report = update(state)
-            last = step == task.num_steps
-            stop = request.received is not None
-            if keep_best is not None and (step % VALIDATE_EVERY == 0 or last):
-                state = keep_best(state)
-            shown = step % SHOW_EVERY == 0 or last
-            progress.update(1, {k: float(v) for k, v in report.items()} if shown else None)
-            if checkpoints is not None and (step % save_every == 0 or last or stop):
-                checkpoints.save(step, state)
-            if stop:
-                break
-    if checkpoints is not None and request.received is not None:  # or after the last update
-        raise KeyboardInterrupt(
-            f"stopped after update {step} of {task.num_steps} ({task.name}), which is saved in "
-            f"{checkpoints.folder}; run the same command with --resume to go on"
-        )
-    return state
+    first, program = int(now["step"]), advance() if advance else None
+    run = partial(training.run, now["state"], lambda _: given, task.num_steps, first=first)
+    heard = nullcontext(StopRequest()) if store is None else StopRequest()
+    with heard if request is None else nullcontext(request) as request:
+        for step, state, loss in run(advance=program):
+            score = jnp.float32(-step)  # the last is the best
+            if task.validate is not None:
+                score = _score(training, task.validate, state)
+            best = {"best": state[0], "score": score} if score < now["score"] else {}
+            now = now | {"step": jnp.int32(step), "state": state} | best
+            progress.update(step, float(loss))
+            last, late = step == task.num_steps, time.perf_counter() > saved + SAVE_SECONDS
+            if store is not None and (last or late or request.received):
+                store.keep(step, now)
+                saved = time.perf_counter()
+            if store is not None and request.received:
+                raise KeyboardInterrupt(
+                    f"stopped after update {step} of {task.num_steps} ({task.name}), which is saved in "
+                    f"{store.directory}; run the same command with --resume to go on"
+                )
+    chosen = nnx.merge(training.graph, nnx.State({0: now["best"], 1: now["state"][1]}))[0]
+    return Fitted(chosen, float(now["score"]), time.perf_counter() - begin)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _score(training: Any, validate: Callable[[Any], Array], state: Any) -> Array:
+    return validate(training.model(state)).astype(jnp.float32)
 
 
 def fit_saved(
-    task: Task, params: Params, args: argparse.Namespace, name: str, settings: dict[str, Any],
-    seed: int, save_every: int, *more: Any,
-) -> TrainState:  # fmt: skip
-    """`fit` from `params`, with checkpoints in a folder `name` below --out, as --resume says.
-
-    `more`: further arguments of `fit`.
-    """
+    task: Task, model: nnx.Module, args: argparse.Namespace, name: str, settings: dict[str, Any],
+    seed: int, *more: Any,
+) -> Fitted:  # fmt: skip
+    """`fit` with checkpoints in a folder `name` below --out, as --resume says; `more`: its arguments."""
     settings = {"seed": args.seed, **settings}
     with Checkpoints(args.out / "checkpoints" / name, settings, resume=args.resume) as store:
-        return fit(task, task.start(params, jax.random.key(seed)), store, save_every, *more)
+        return fit(task, model, jax.random.key(seed), store, *more)
 
 
-def fit_network(task: Task, network: Any, *saved: Any) -> tuple[Any, TrainState]:
-    """`fit_saved` of a Flax module: the trained one, and the last state; `saved`: its arguments."""
-    graph, params = nnx.split(network)
-    state = fit_saved(dataclasses.replace(task, graph=graph), params, *saved)
-    return nnx.merge(graph, state.chosen), state
-
-
-def together(
-    fits: Sequence[Callable[[StopRequest], T]], compiled: Callable[[], Compiled]
-) -> list[T]:
-    """Several fits at the same time, of one program: small updates leave cores idle.
+def together(fits: Sequence[Callable[[StopRequest], T]]) -> list[T]:
+    """Several fits at the same time: small updates leave cores idle.
 
     Each has a thread, and is given the request to stop, which only the main thread hears. Where one
     fails, the others stop as after Ctrl-C, and its error is raised.
     """
-    request = StopRequest(signal.SIGINT)
+    request = StopRequest()
 
     def guarded(one: Callable[[StopRequest], T]) -> T:
         try:
             return one(request)
         except BaseException:
-            request.received = signal.SIGINT
+            request.received = True
             raise
 
-    results, errors = [], []
     with request:  # before any of them begins, or Ctrl-C would leave them running
-        running = [Background().start(partial(guarded, one)) for one in fits]
-        compiled()
-        for result in running:
-            try:
-                results.append(result())
-            except BaseException as error:
-                errors.append(error)
+        running = in_background(*(partial(guarded, one) for one in fits), threads=len(fits))
+        wait(running)
+    errors = [error for one in running if (error := one.exception()) is not None]
     if errors:  # those that were only stopped come last
         raise min(errors, key=lambda error: isinstance(error, KeyboardInterrupt))
-    return results
+    return [one.result() for one in running]
+
+
+def in_background(*functions: Callable[[], T], threads: int = 1) -> list[Future[T]]:
+    """Start functions in threads, which the end of the process does not wait for (see `__main__`)."""
+    pool = ThreadPoolExecutor(threads)
+    return [pool.submit(function) for function in functions]

@@ -6,8 +6,6 @@ every update and reparameterised; the embedding of the patches, the positions an
 so that the encoder's input is, as in the case files.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,8 +18,7 @@ from experiments import data
 from experiments.accuracy import passes
 from experiments.accuracy.cases import Blocks, Case, Truth
 from experiments.data import Digits
-from experiments.networks import negative_elbo
-from experiments.training import Report, Task, clipped_adam, fit
+from experiments.training import Task, clipped_adam, fit
 
 NETWORKS = {
     "cold": (0.1, "mean"),
@@ -78,10 +75,8 @@ def cases(num_samples: int, seed: int) -> list[Case]:
     """Train each network, and sample the truth of the first test images."""
     digits, found = data.load(), []
     for name, (kl_weight, read) in NETWORKS.items():
-        graph, params = nnx.split(Classifier(seed, read))
-        trained = task(f"training {name}", kl_weight, digits, graph)
-        state = fit(trained, trained.start(params, jax.random.key(seed)))
-        classifier = trained.model(state.params)
+        training = task(f"training {name}", kl_weight, digits)
+        classifier = fit(training, Classifier(seed, read), jax.random.key(seed)).model
         inputs = np.asarray(classifier.embedded(jnp.asarray(digits.test.images[:NUM_INPUTS])))
         none = Truth(inputs, inputs)
         case = Case(name, classifier.model, inputs, none, none)
@@ -90,11 +85,11 @@ def cases(num_samples: int, seed: int) -> list[Case]:
     return found
 
 
-def task(name: str, kl_weight: float, digits: Digits, graph: Any) -> Task:
+def task(name: str, kl_weight: float, digits: Digits) -> Task:
     """The negative sampled ELBO for each training image."""
     size = digits.train.labels.size
 
-    def loss(classifier: Classifier, key: Array, step: Array) -> tuple[Array, Report]:
+    def loss(classifier: Classifier, key: Array, step: Array) -> Array:
         order_key, shift_key, draw_key = jax.random.split(key, 3)
         images, labels = data.mini_batch(order_key, step, digits.train, BATCH)
         images = data.shifted(jax.random.fold_in(shift_key, step), images, digits.background)
@@ -112,6 +107,7 @@ def task(name: str, kl_weight: float, digits: Digits, graph: Any) -> Task:
 
         each = jax.lax.map(fits, (jnp.arange(DRAWS), *parts)).ravel()
         weight = mj.objectives.kl_warmup(step, STEPS // 3, kl_weight)
-        return negative_elbo(each, classifier.kl(), size, weight)
+        bound = mj.objectives.elbo(each, classifier.kl(), dataset_size=size, kl_weight=weight)
+        return -bound / size
 
-    return Task(name, loss, clipped_adam(LEARNING_RATE, STEPS), STEPS, graph=graph)
+    return Task(name, loss, clipped_adam(LEARNING_RATE, STEPS), STEPS)

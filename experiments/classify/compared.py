@@ -47,38 +47,40 @@ def train_all(trainer: Trainer, seeds: int, validation: Part, samples: int) -> d
     second ones, and so on.
     """
     network, first = trainer.network, trainer.first(seeds)
+    alone, on_average = partial(methods.alone, network), partial(methods.on_average, network)
     count = len(trainer.keys) // seeds
     every = trainer.plain("plain networks")
-    plain = every.first(seeds)
-    mean, members = methods.by_means(network), every.members(seeds)
-    logits = methods.by_average_logits(network)
+    plain, members = every.first(seeds), every.members(seeds)
+    softmax, logits = methods.mean_softmax, methods.mean_logits
+    average_logits = on_average(logits, jax.nn.softmax)
     result = {
-        "plain": compared(mean, plain, first.keys),
-        f"{count} plain": compared(methods.by_average(mean), members, first.keys),
-        f"{count} plain, averaged logits": compared(logits, members, first.keys),
+        "plain": compared(alone(softmax), plain, first.keys),
+        f"{count} plain": compared(on_average(softmax), members, first.keys),
+        f"{count} plain, averaged logits": compared(average_logits, members, first.keys),
         "MC dropout": mc_dropout(first, validation, samples, tempered_nll),
     }
     for name, random in LAPLACE.items():
         result[name] = _laplace(first, plain, validation, random)
-    learned = first.elbo(KL_WEIGHT, plain.params, "ELBO")
+    learned = first.elbo(KL_WEIGHT, plain.state, "ELBO")
     learned = learned._replace(seconds=learned.seconds + plain.seconds)
-    by_samples = methods.by_draws(network, draws.weights, samples)
-    result["ELBO, drawn"] = compared(by_samples, learned, first.keys)
-    moments = methods.by_moments(network)
-    result["ELBO, analytic"] = compared(moments, learned, first.keys)
+    by_draws = methods.mean_of_draws(draws.weights, samples)
+    result["ELBO, drawn"] = compared(alone(by_draws), learned, first.keys)
+    analytic = methods.moments, methods.expected_softmax
+    result["ELBO, analytic"] = compared(alone(*analytic), learned, first.keys)
     count = min(BAYESIAN_MEMBERS, count)
     noise = partial(draws.relative, spread=SPREAD)
     every = trainer.first(count * seeds).noisy(noise, "Bayesian networks", groups=1)
-    every = every._replace(params=methods.relative(every.params, SPREAD))
-    result["Bayesian, analytic"] = compared(moments, every.first(seeds), first.keys)
-    average = methods.by_average_moments(network)
+    spread = jax.vmap(lambda state: nnx.state(methods.relative(network.module(state), SPREAD)))
+    every = every._replace(state=spread(every.state))
+    result["Bayesian, analytic"] = compared(alone(*analytic), every.first(seeds), first.keys)
+    average = on_average(*analytic)
     result[f"{count} Bayesian, analytic"] = compared(average, every.members(seeds), first.keys)
     return result
 
 
 def compared(predict: Predict, trained: Trained, keys: Array, **chosen: Any) -> Compared:
     """A trained method with its prediction function."""
-    answers = Answers.of(predict, trained.params, keys)
+    answers = Answers.of(predict, trained.state, keys)
     return Compared(answers, trained.seconds, chosen)
 
 
@@ -90,7 +92,7 @@ def mc_dropout(
     def at(rate: float) -> Compared:
         kind = partial(draws.dropout, rate=rate)
         trained = trainer.noisy(kind, f"MC dropout {rate:g}")
-        predict = methods.by_draws(trainer.network, kind, samples)
+        predict = methods.alone(trainer.network, methods.mean_of_draws(kind, samples))
         return compared(predict, trained, trainer.keys, rate=rate)
 
     return min(map(at, RATES), key=lambda method: score(method.predict, validation))
@@ -104,7 +106,7 @@ def _laplace(trainer: Trainer, plain: Trained, validation: Part, random: Any) ->
     start = time.perf_counter()
     copies, precisions = [], []
     for seed in range(len(trainer.keys)):
-        module = trainer.network.module(jax.tree.map(lambda leaf, i=seed: leaf[i], plain.params))
+        module = trainer.network.module(jax.tree.map(lambda leaf, i=seed: leaf[i], plain.state))
         given, held_out = (tuple(p[seed] for p in part) for part in (trainer.given, validation))
         model, receipt = mj.laplace(
             module.at_means(), mj.Categorical(), given, random=random, held_out=held_out, receipt=True

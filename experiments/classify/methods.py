@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,15 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax import Array
 
 import moment_jax as mj
 from experiments import draws
-from experiments.classify.networks import BayesianNetwork, Params
-from experiments.side_by_side import SideBySide
+from experiments.classify.networks import BayesianNetwork
+from experiments.training import Task, clipped_adam, fit
 
-Predict = Callable[[Params, Array, Array], Array]
-"""(parameters, key, inputs (N, ...)) -> class probabilities (N, C)."""
+Predict = Callable[[Any, Array, Array], Array]
+"""(state of a model, key, inputs (N, ...)) -> class probabilities (N, C)."""
+Forward = Callable[[mj.Bayesian, Array, Array], Any]
+"""(model, key, inputs (N, ...)) -> logits, their moments, or class probabilities."""
 
 GROUPS = 8  # drawn networks that share a mini-batch
 SPEED = 10.0  # of the spreads, over the means: they begin far from where they end
@@ -38,23 +40,22 @@ class Budget(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """Trained parameters of every copy, and seconds in total."""
+    """The trained states of every copy, stacked, and seconds in total."""
 
-    params: Params
+    state: Any
     seconds: float
 
     def first(self, count: int) -> Trained:
         """The first copies alone, and their share of the time."""
-        share = count / len(jax.tree.leaves(self.params)[0])
-        params = jax.tree.map(lambda leaf: leaf[:count], self.params)
-        return Trained(params, share * self.seconds)
+        share = count / len(jax.tree.leaves(self.state)[0])
+        return Trained(jax.tree.map(lambda leaf: leaf[:count], self.state), share * self.seconds)
 
     def members(self, seeds: int) -> Trained:
         """Copies (members * seeds, ...) as (seeds, members, ...)."""
-        params = jax.tree.map(
-            lambda leaf: leaf.reshape(-1, seeds, *leaf.shape[1:]).swapaxes(0, 1), self.params
+        state = jax.tree.map(
+            lambda leaf: leaf.reshape(-1, seeds, *leaf.shape[1:]).swapaxes(0, 1), self.state
         )
-        return self._replace(params=params)
+        return self._replace(state=state)
 
 
 def stacked(part: tuple[np.ndarray, np.ndarray], copies: int) -> tuple[np.ndarray, np.ndarray]:
@@ -81,141 +82,156 @@ class Trainer:
         given = self.given[0][:count], self.given[1][:count]
         return dataclasses.replace(self, given=given, keys=self.keys[:count])
 
-    def start(self) -> Params:
-        """Untrained copies."""
-        return jax.vmap(self.network.start)(self.keys)
-
     def plain(self, label: str = "plain networks") -> Trained:
         """Cross-entropy at the means, with weight decay."""
-        return self._means(lambda params, key, x: self.network.mean_logits(params, x), label)
+        return self._means(mean_logits, label)
 
     def noisy(self, kind: Callable[[Any], draws.Draw], label: str, groups: int = GROUPS) -> Trained:
         """Cross-entropy of networks that `kind` draws around the means, with weight decay."""
 
-        def logits(params: Params, key: Array, inputs: Array) -> Array:
-            draw = kind(self.network.module(params).beliefs)
-            return self.network.drawn_logits(draw, params, key, inputs, groups)
+        def logits(model: mj.Bayesian, key: Array, inputs: Array) -> Array:
+            network = draws.function_of(model.at_means())
+            return draws.outputs(network, kind(model.beliefs), key, inputs, groups)
 
         return self._means(logits, label)
 
-    def elbo(self, kl_weight: float, plain: Params, label: str) -> Trained:
-        """The ELBO of drawn networks, from the plain ones' weights; a prior learned for each array."""
-        network, steps = self.network, self.budget.steps
+    def elbo(self, kl_weight: float, plain: Any, label: str) -> Trained:
+        """The ELBO of drawn networks, from the plain ones' means; a prior learned for each array."""
+        steps = self.budget.steps
 
-        def loss(params: Params, given: Any, key: Array, step: Array) -> Array:
-            key, inputs, labels = self._batch(given, key)
-            params = _faster(params, SPEED)
-            beliefs = network.module(params).beliefs
-            outputs = network.drawn_logits(draws.weights(beliefs), params, key, inputs, GROUPS)
+        def loss(model: mj.Bayesian, given: Any, step: Array) -> Array:
+            key, inputs, labels = self._batch(given, step)
+            model = _faster(nnx.clone(model), SPEED)
+            network = draws.function_of(model.at_means())
+            outputs = draws.outputs(network, draws.weights(model.beliefs), key, inputs, GROUPS)
             weight = mj.objectives.kl_warmup(step, steps // 3, kl_weight)
-            penalty = weight * draws.learned_prior_kl(beliefs) / given[1].size
+            penalty = weight * draws.learned_prior_kl(model.beliefs) / given[2].size
             return penalty + _cross_entropy(outputs, labels)
 
-        training = SideBySide(loss, steps, self.budget.rate, in_turn=True)
-        start = _faster(plain._replace(spreads=self.start().spreads), 1 / SPEED)
-        trained = self._fit(training, start, self.given, label)
-        return trained._replace(params=_faster(trained.params, SPEED))
+        def started(key: Array, plain: Any) -> mj.Bayesian:
+            model = self.network.build(key)
+            nnx.update(model, nnx.state(self.network.module(plain), mj.nn.VariationalMean))
+            return _faster(model, 1 / SPEED)
 
-    def _means(self, logits: Callable[[Params, Array, Array], Array], label: str) -> Trained:
-        start, budget = self.start(), self.budget
+        task = Task(label, loss, clipped_adam(self.budget.rate, steps), steps)
+        trained = self._fit(task, [*map(started, self.keys, _each(plain))])
+        states = [nnx.state(_faster(self.network.module(x), SPEED)) for x in _each(trained.state)]
+        return trained._replace(state=_stack(states))
 
-        def loss(means: Any, given: Any, key: Array, step: Array) -> Array:
-            key, inputs, labels = self._batch(given[0], key)
-            return _cross_entropy(logits(Params(means, given[1]), key, inputs), labels)
+    def _means(self, logits: Forward, label: str) -> Trained:
+        budget = self.budget
 
-        def validate(means: Any, given: Any) -> Array:
+        def loss(model: mj.Bayesian, given: Any, step: Array) -> Array:
+            key, inputs, labels = self._batch(given, step)
+            return _cross_entropy(logits(model, key, inputs), labels)
+
+        def validate(model: mj.Bayesian) -> Array:
             assert self.validation is not None
             inputs, labels = (jnp.asarray(part) for part in self.validation)
-            return _cross_entropy(self.network.mean_logits(Params(means, given[1]), inputs), labels)
+            return _cross_entropy(model.at_means()(inputs), labels)
 
-        training = SideBySide(
-            loss, budget.plain_steps, budget.plain_rate, budget.weight_decay, in_turn=True,
-            validate=None if self.validation is None else validate,
-        )  # fmt: skip
-        trained = self._fit(training, start.means, (self.given, start.spreads), label)
-        return trained._replace(params=start._replace(means=trained.params))
+        adam = clipped_adam(budget.plain_rate, budget.plain_steps, weight_decay=budget.weight_decay)
+        best = None if self.validation is None else validate
+        wrt = mj.nn.VariationalMean
+        task = Task(label, loss, adam, budget.plain_steps, best, wrt)
+        return self._fit(task, [self.network.build(key) for key in self.keys])
 
-    def _fit(self, training: SideBySide, start: Any, given: Any, label: str) -> Trained:
-        begin = time.perf_counter()
-        params = training.fit(start, given, self.keys, label)
-        return Trained(params, time.perf_counter() - begin)
+    def _fit(self, task: Task, models: list[mj.Bayesian]) -> Trained:
+        """One copy after the other: XLA for CPU is slow at small products in batches."""
+        given = zip(self.keys, *map(jnp.asarray, self.given), strict=True)
+        fitted = []
+        for number, (model, own) in enumerate(zip(models, given, strict=True), 1):
+            named = dataclasses.replace(task, name=f"{task.name}, {number} of {len(models)}")
+            fitted.append(fit(named, model, own))
+        states = [nnx.state(one.model) for one in fitted]
+        return Trained(_stack(states), sum(one.seconds for one in fitted))
 
-    def _batch(self, given: Any, key: Array) -> tuple[Array, Array, Array]:
-        key, order_key, own_key = jax.random.split(key, 3)
-        inputs, labels = given
+    def _batch(self, given: Any, step: Array) -> tuple[Array, Array, Array]:
+        """A key, and the inputs and labels of an update."""
+        key, inputs, labels = given
+        key, order_key, own_key = jax.random.split(jax.random.fold_in(key, step), 3)
         chosen = jax.random.randint(order_key, (self.budget.batch_size,), 0, labels.size)
         part = inputs[chosen]
         return key, part if self.augment is None else self.augment(own_key, part), labels[chosen]
+
+
+def _stack(states: list[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+
+
+def _each(stack: Any) -> list[Any]:
+    count = len(jax.tree.leaves(stack)[0])
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], stack) for i in range(count)]
 
 
 def _cross_entropy(logits: Array, labels: Array) -> Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def _faster(params: Params, factor: float) -> Params:
+def _faster(model: mj.Bayesian, factor: float) -> mj.Bayesian:
     """Scale the stored spreads; Adam's steps do not depend on scale, so this sets their speed."""
-    return params._replace(spreads=jax.tree.map(lambda raw: factor * raw, params.spreads))
+    for belief in model.owned.values():
+        belief.raw["scale"].set_value(factor * belief.raw["scale"][...])
+    return model
 
 
-def relative(params: Params, spread: float) -> Params:
+def relative(model: mj.Bayesian, spread: float) -> mj.Bayesian:
     """Set standard deviations to `spread` times the means' magnitude; `Factorized` beliefs only."""
     tiny = jnp.finfo(jnp.float32).tiny
-    stored = [
-        jnp.log(jnp.expm1(jnp.maximum(spread * jnp.abs(mean), tiny)))
-        for mean in jax.tree.leaves(params.means)
-    ]
-    return params._replace(spreads=jax.tree.unflatten(jax.tree.structure(params.spreads), stored))
+    return draws.with_spreads(model, lambda mean: jnp.maximum(spread * jnp.abs(mean), tiny))
 
 
-def by_means(network: BayesianNetwork) -> Predict:
-    """The plain network's softmax."""
-    return lambda params, key, inputs: jax.nn.softmax(network.mean_logits(params, inputs))
+def mean_logits(model: mj.Bayesian, key: Array, inputs: Array) -> Array:
+    """Of the plain network at the means."""
+    logits: Array = model.at_means()(inputs)
+    return logits
 
 
-def by_moments(network: BayesianNetwork) -> Predict:
-    """E[softmax] from one pass of moments."""
-    return lambda params, key, inputs: _expected_softmax(network.moments(params, inputs))
+def mean_softmax(model: mj.Bayesian, key: Array, inputs: Array) -> Array:
+    """Of the plain network at the means."""
+    return jax.nn.softmax(mean_logits(model, key, inputs))
 
 
-def _expected_softmax(moments: tuple[Array, Array]) -> Array:
+def moments(model: mj.Bayesian, key: Array, inputs: Array) -> tuple[Array, Array]:
+    """Mean (N, C) and covariance (N, C, C) of the logits."""
+    logits = model(inputs)
+    return logits.mean, logits.features
+
+
+def expected_softmax(moments: tuple[Array, Array]) -> Array:
+    """E[softmax] from the logits' moments."""
     return jax.vmap(mj.objectives.class_probabilities)(*moments)
 
 
-def _average(members: Params, fn: Callable[[Params], Any]) -> Any:
-    """Over the members, the leading axis of the parameters."""
-    return jax.tree.map(lambda part: part.mean(axis=0), jax.lax.map(fn, members))
-
-
-def by_average(predict: Predict) -> Predict:
-    """The average of the members' predictions; members are the leading axis of the parameters."""
-    return lambda members, key, x: _average(members, lambda params: predict(params, key, x))
-
-
-def by_average_logits(network: BayesianNetwork) -> Predict:
-    """The softmax of the plain members' average logits."""
-    return lambda members, key, inputs: jax.nn.softmax(
-        _average(members, lambda params: network.mean_logits(params, inputs))
-    )
-
-
-def by_average_moments(network: BayesianNetwork) -> Predict:
-    """E[softmax] of logits with the members' average mean and average covariance.
-
-    What members differ by, having begun elsewhere, is taken as an error that averages out; what is left
-    is the doubt that each has about its own weights.
-    """
-    return lambda members, key, inputs: _expected_softmax(
-        _average(members, lambda params: network.moments(params, inputs))
-    )
-
-
-def by_draws(network: BayesianNetwork, kind: Callable[[Any], draws.Draw], count: int) -> Predict:
+def mean_of_draws(kind: Callable[[Any], draws.Draw], count: int) -> Forward:
     """The average softmax of `count` drawn networks."""
 
-    def predict(params: Params, key: Array, inputs: Array) -> Array:
-        draw = kind(network.module(params).beliefs)
-        logits = network.many_logits(draw, params, key, inputs, count)
+    def predict(model: mj.Bayesian, key: Array, inputs: Array) -> Array:
+        network = draws.function_of(model.at_means())
+        logits = draws.many(network, kind(model.beliefs), key, inputs, count)
         return jax.nn.softmax(logits).mean(axis=0)
+
+    return predict
+
+
+def alone(network: BayesianNetwork, forward: Forward, last: Any = lambda found: found) -> Predict:
+    """`last` of what one model gives."""
+    return lambda state, key, inputs: last(forward(network.module(state), key, inputs))
+
+
+def on_average(
+    network: BayesianNetwork, forward: Forward, last: Any = lambda found: found
+) -> Predict:
+    """`last` of the average over the members, the leading axis of their states.
+
+    Of moments: what members differ by, having begun elsewhere, is taken as an error that averages out;
+    what is left is the doubt that each has about its own weights.
+    """
+
+    def predict(states: Any, key: Array, inputs: Array) -> Array:
+        each = jax.lax.map(lambda state: forward(network.module(state), key, inputs), states)
+        result: Array = last(jax.tree.map(lambda part: part.mean(axis=0), each))
+        return result
 
     return predict
 
@@ -228,12 +244,9 @@ class Answers:
     copies: list[Any]  # for each copy its other arguments, alike in shape
 
     @classmethod
-    def of(cls, predict: Predict, params: Params, keys: Array) -> Answers:
-        """Of parameters and keys that are stacks."""
-        stack = params, keys
-        return cls(
-            predict, [jax.tree.map(lambda leaf, i=i: leaf[i], stack) for i in range(len(keys))]
-        )
+    def of(cls, predict: Predict, state: Any, keys: Array) -> Answers:
+        """Of states and keys that are stacks."""
+        return cls(predict, _each((state, keys)))
 
     def __call__(self, inputs: np.ndarray) -> np.ndarray:
         """The probabilities, chunk by chunk."""

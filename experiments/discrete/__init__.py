@@ -17,10 +17,9 @@ from experiments.discrete import models, scores
 from experiments.discrete.models import Binary
 from experiments.discrete.scores import Scores
 from experiments.outputs import aligned, write_json
-from experiments.training import Task, fit_network
+from experiments.training import Task, fit_saved
 
 BAYESIAN, TRANSFORMER = "Bayesian Transformer", "plain Transformer"
-SAVE_EVERY = 100  # updates of the Bayesian network
 
 
 def add_arguments(parser: Parser) -> None:
@@ -59,24 +58,21 @@ def _train(
     validation: dict[str, float] = {}
     seconds: dict[str, float] = {}
     size = min(args.batch_size, len(images.train))
-    start = time.perf_counter()
 
-    def train(network: Any, task: Task, settings: dict[str, Any], every: int) -> None:
+    def train(network: Any, task: Task, settings: dict[str, Any]) -> Any:
         settings = {**settings, "num_steps": task.num_steps, "batch_size": size}
-        saved = args, task.name.replace(" ", "_"), settings, args.seed + 1, every
-        networks[task.name], state = fit_network(task, network, *saved)
-        assert state.best is not None
-        validation[task.name] = float(state.best.score)
-        seconds[task.name] = time.perf_counter() - start
+        name = task.name.replace(" ", "_")
+        fitted = fit_saved(task, network, args, name, settings, args.seed + 1)
+        networks[task.name], validation[task.name] = fitted[:2]
+        seconds[task.name] = fitted.seconds + sum(seconds.values())
+        return fitted.model
 
     training, steps = models.TRANSFORMER, args.plain_steps
     task = models.plain_task(TRANSFORMER, images, training, steps, size)
-    # Its updates are cheap: one checkpoint halfway.
-    train(models.autoencoder(args.seed), task, training._asdict(), max(1, steps // 2))
-    bayesian = models.bayesian_autoencoder(networks[TRANSFORMER], args.structure)
+    plain = train(models.autoencoder(args.seed), task, training._asdict())
     settings = {name: getattr(args, name) for name in ("kl_weight", "structure", "plain_steps")}
     task = models.bayesian_task(BAYESIAN, images, args.steps, size, args.kl_weight)
-    train(bayesian, task, settings, SAVE_EVERY)
+    train(models.bayesian_autoencoder(plain, args.structure), task, settings)
     return networks, validation, seconds
 
 

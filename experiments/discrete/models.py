@@ -13,7 +13,7 @@ from sklearn.model_selection import train_test_split
 import moment_jax as mj
 from experiments import data
 from experiments.networks import BELIEF
-from experiments.training import Report, Task, clipped_adam
+from experiments.training import Task, clipped_adam
 
 PATCH_SIZE, NUM_CODES, NUM_FEATURES, HIDDEN_FEATURES, NUM_BLOCKS, NUM_HEADS = 4, 32, 24, 40, 2, 4
 LEARNING_RATE = 3e-3  # of the Bayesian network
@@ -96,12 +96,11 @@ def plain_task(
     rate, decay, start, floor = training
     temperature = mj.discrete.exponential_annealing(start, floor, max(1, int(0.7 * num_steps)))
 
-    def loss(network: Any, key: Array, step: Array) -> tuple[Array, Report]:
+    def loss(network: Any, key: Array, step: Array) -> Array:
         batch, draw_key = _batch(images.train, batch_size, key, step)
         bound = network.negative_elbo(batch, draw_key, temperature(step))
         weight = mj.objectives.kl_warmup(step, int(KL_WARM_UP * num_steps))
-        fit, codes = bound.reconstruction.mean(), bound.code_kl.mean()
-        return fit + weight * codes, {"fit": fit, "codes": codes}
+        return bound.reconstruction.mean() + weight * bound.code_kl.mean()
 
     optimizer = clipped_adam(rate, num_steps, norm=10.0, weight_decay=decay)
     return Task(name, loss, optimizer, num_steps, _validation(images.validation))
@@ -116,14 +115,13 @@ def bayesian_task(
     """
     size = len(images.train)
 
-    def loss(network: Any, key: Array, step: Array) -> tuple[Array, Report]:
+    def loss(network: Any, key: Array, step: Array) -> Array:
         batch, draw_key = _batch(images.train, batch_size, key, step)
         weights = {"dataset_size": size, "kl_weight": kl_weight}
         bound = network.negative_elbo(
             batch, draw_key, TRANSFORMER.floor, straight_through=True, **weights
         )
-        parts = {"fit": bound.reconstruction.mean(), "codes": bound.code_kl.mean()}
-        return bound.total.mean(), {**parts, "weights": bound.weight_kl}
+        return bound.total.mean()
 
     optimizer = clipped_adam(LEARNING_RATE, num_steps, norm=100.0)
     validate = _validation(images.validation, dataset_size=size)

@@ -14,8 +14,9 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 
 import moment_jax as mj
+from experiments.classify import methods
 from experiments.classify.compared import Compared, compared, mc_dropout, nll
-from experiments.classify.methods import Trainer, by_means, by_moments, stacked
+from experiments.classify.methods import Trainer, stacked
 from experiments.classify.networks import BayesianNetwork
 from experiments.intents.texts import PADDING, IntentSet, Part
 
@@ -91,16 +92,17 @@ def transformers(
         predict = method.predict
         return method._replace(predict=lambda t: predict(np.broadcast_to(t, (copies, *t.shape))))
 
-    plain = trainer.plain("plain Transformers")
-    yield "plain Transformer", alike(compared(by_means(trainer.network), plain, trainer.keys))
+    plain, network = trainer.plain("plain Transformers"), trainer.network
+    at_means = methods.alone(network, methods.mean_softmax)
+    yield "plain Transformer", alike(compared(at_means, plain, trainer.keys))
     yield "MC dropout", alike(mc_dropout(trainer, held_out, samples, nll))
     # From the plain networks by the ELBO of drawn networks, predicted by moments.
-    moments = by_moments(trainer.network)
+    analytic = methods.alone(network, methods.moments, methods.expected_softmax)
 
     def bayesian(weight: float) -> Compared:
-        trained = trainer.elbo(weight, plain.params, f"Bayesian, KL weight {weight:g}")
+        trained = trainer.elbo(weight, plain.state, f"Bayesian, KL weight {weight:g}")
         trained = trained._replace(seconds=plain.seconds + trained.seconds)
-        return compared(moments, trained, trainer.keys, kl_weight=weight)
+        return compared(analytic, trained, trainer.keys, kl_weight=weight)
 
     best = min(map(bayesian, KL_WEIGHTS), key=lambda method: nll(method.predict, held_out))
     yield "Bayesian Transformer, analytic", alike(best)

@@ -29,12 +29,11 @@ from experiments.seq2seq import training as forecast_training
 from experiments.seq2seq.baselines import LEVELS, Forecast, seasonal_naive
 from experiments.seq2seq.data import DAY, START, Parts, Windows, tokens
 from experiments.seq2seq.forecaster import bayesian_forecaster
-from experiments.training import fit_network
+from experiments.training import fit_saved
 
 NETWORK = "Bayesian Transformer"
 NUM_SHOWN = 5
 HORIZON = np.arange(1, DAY + 1)
-SAVE_EVERY = 250  # updates
 
 
 def add_arguments(parser: Parser) -> None:
@@ -104,8 +103,8 @@ def _train(args: argparse.Namespace, parts: Parts, scale: float) -> mj.Bayesian:
     size = min(args.batch_size, len(train.correction))
     options = {"num_steps": args.steps, "batch_size": size, "kl_weight": args.kl_weight}
     task = forecast_training.task(train, validation, **options)
-    saved = args, "", {"structure": args.structure, **options}, args.seed + 1, SAVE_EVERY
-    trained: mj.Bayesian = fit_network(task, network, *saved)[0]
+    settings = {"structure": args.structure, **options}
+    trained: mj.Bayesian = fit_saved(task, network, args, "", settings, args.seed + 1).model
     return trained
 
 

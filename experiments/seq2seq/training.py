@@ -10,7 +10,7 @@ from jax import Array
 import moment_jax as mj
 from experiments.seq2seq.baselines import Forecast, seasonal_naive
 from experiments.seq2seq.data import DAY, Tokens, Windows, mini_batch, mirrored, tokens
-from experiments.training import Report, Task, clipped_adam
+from experiments.training import Task, clipped_adam
 
 LEARNING_RATE = 3e-3
 KL_WARM_UP = 0.25  # share of the updates in which the weight of the KL rises
@@ -29,14 +29,13 @@ def task(
     size = len(train.correction)
     judged = Tokens(*(jnp.asarray(array[::VALIDATED]) for array in validation))
 
-    def loss(network: Any, key: Array, step: Array) -> tuple[Array, Report]:
+    def loss(network: Any, key: Array, step: Array) -> Array:
         order_key, sign_key = jax.random.split(key)
         batch = mini_batch(order_key, step, train, batch_size)
         batch = mirrored(jax.random.fold_in(sign_key, step), batch)
         weight = mj.objectives.kl_warmup(step, round(KL_WARM_UP * num_steps), kl_weight)
         options = {"dataset_size": size, "kl_weight": weight}
-        bound, kl = network.elbo(tuple(batch[:3]), batch.correction, **options), network.kl()
-        return -bound / DAY, {"fit": (bound + weight * kl / size) / DAY, "kl": kl}
+        return -network.elbo(tuple(batch[:3]), batch.correction, **options) / DAY
 
     def validate(network: Any) -> Array:
         found = network.likelihood(network(*judged[:3]))

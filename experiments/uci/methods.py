@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import Array
 
 import moment_jax as mj
 from experiments import draws
-from experiments.uci.networks import Params, Perceptron
 
 Setting = dict[str, Array]
 """Settings chosen on validation rows, by name; scalars within a split."""
@@ -93,37 +93,37 @@ class Method:
     """(model, setting) -> the model whose moments are taken."""
 
     def loss(
-        self, network: Perceptron, params: Params, setting: Setting, key: Array,
+        self, model: mj.Bayesian, setting: Setting, key: Array,
         batch: tuple[Array, Array], share: Array, num_rows: Array,
     ) -> Array:  # fmt: skip
         """The loss for each row, on a mini-batch (x, y); each part of it uses its own drawn network."""
-        (x, y), module, log_noise = batch, network.module(params), params["log_noise"]
+        x, y = batch
         if self.draw is not None:
-            draw = self.draw(module, setting)
-            outputs = draws.outputs(draws.function_of(module.at_means()), draw, key, x, GROUPS)
-            fits = log_likelihood(outputs, y, log_noise)
+            draw, network = self.draw(model, setting), draws.function_of(model.at_means())
+            outputs = draws.outputs(network, draw, key, x, GROUPS)
+            fits = log_likelihood(outputs, y, _log_noise(model))
         else:
-            moments = self.beliefs(module, setting)(x)
-            likelihood: mj.objectives.Likelihood = mj.objectives.HeteroscedasticGaussian()
-            if network.num_outputs == 1:
-                likelihood = mj.objectives.Gaussian(jnp.exp(log_noise))
-            of_row = jax.vmap(partial(mj.objectives.expected_log_likelihood, likelihood))
+            moments = self.beliefs(nnx.clone(model), setting)(x)
+            of_row = jax.vmap(partial(mj.objectives.expected_log_likelihood, model.likelihood))
             fits = of_row(y[:, None], moments.mean, moments.features)
-        return self.penalty(module, setting, share) / num_rows - fits.mean()
+        return self.penalty(model, setting, share) / num_rows - fits.mean()
 
     def predict(
-        self, network: Perceptron, params: Params, setting: Setting, key: Array, x: Array, factor: Array
-    ) -> Mixture:  # fmt: skip
+        self, model: mj.Bayesian, setting: Setting, key: Array, x: Array, factor: Array
+    ) -> Mixture:
         """The prediction for rows x, with this factor on the noise variance."""
-        module = network.module(params)
-        # The factor alone where the network gives the noise variance.
-        noise = factor if network.num_outputs == 2 else factor * jnp.exp(params["log_noise"])
+        noise = factor * jnp.exp(_log_noise(model))
         if self.draw is None:
-            moments = self.beliefs(module, setting)(x)
+            moments = self.beliefs(model, setting)(x)
             return of_moments(moments.mean, moments.features, noise)
-        draw = self.draw(module, setting)
-        outputs = draws.many(draws.function_of(module.at_means()), draw, key, x, NUM_DRAWS)
+        draw = self.draw(model, setting)
+        outputs = draws.many(draws.function_of(model.at_means()), draw, key, x, NUM_DRAWS)
         return of_draws(outputs, noise)
+
+
+def _log_noise(model: mj.Bayesian) -> Array:
+    """Of the noise variance; 0 where the network gives it."""
+    return jnp.zeros(()) if model.noise is None else jnp.asarray(model.noise[...])
 
 
 def kl(module: Any, setting: Setting, share: Array) -> Array:
@@ -146,11 +146,12 @@ def relative(module: Any, setting: Setting) -> Any:
     Variational dropout (Kingma et al., 2015): under a log-uniform prior the KL depends on the share
     alone, which validation rows choose; and the decay of the means, a Gaussian prior of theirs.
     """
-    for belief in module.owned.values():
-        mean = belief.mean[...]
-        size = jnp.maximum(jnp.abs(mean) if mean.ndim == 2 else 0 * mean, LEAST)
-        belief.raw["scale"].set_value(jnp.log(jnp.expm1(setting["spread"] * size)))
-    return module
+
+    def sd(mean: Array) -> Array:
+        size = jnp.abs(mean) if mean.ndim == 2 else 0 * mean
+        return setting["spread"] * jnp.maximum(size, LEAST)
+
+    return draws.with_spreads(module, sd)
 
 
 METHODS = {

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from experiments.side_by_side import SideBySide
+import moment_jax as mj
+from experiments.progress import Progress
+from experiments.training import Task, clipped_adam
 from experiments.uci.methods import Method, Setting
-from experiments.uci.networks import Params, Perceptron
+from experiments.uci.networks import Perceptron
 from experiments.uci.sets import Rows, Splits, mean_over_rows
 
 RISE = 0.5  # share of the updates in which the KL's weight rises from 0 to 1
@@ -65,37 +67,52 @@ def choose_and_fit(
 
 def _programs(
     method: Method, network: Perceptron, sizes: tuple[int, int], keys: Array
-) -> tuple[Callable[..., Params], Callable[..., list[np.ndarray]]]:
+) -> tuple[Callable[..., Any], Callable[..., list[np.ndarray]]]:
     """Training and scores of all splits side by side, compiled once for all settings."""
     num_steps, batch_size = sizes
 
-    def loss(params: Params, given: tuple[Setting, Rows], key: Array, step: Array) -> Array:
-        setting, rows = given
-        row_key, draw_key = jax.random.split(key)
+    def loss(model: mj.Bayesian, given: tuple[Array, Setting, Rows], step: Array) -> Array:
+        key, setting, rows = given
+        row_key, draw_key = jax.random.split(jax.random.fold_in(key, step))
         num_rows = jnp.sum(rows.weight)
         chosen = (jax.random.uniform(row_key, (batch_size,)) * num_rows).astype(int)
         share = jnp.minimum(1.0, (step + 1) / (RISE * num_steps))
         batch = rows.x[chosen], rows.y[chosen]
-        return method.loss(network, params, setting, draw_key, batch, share, num_rows)
+        return method.loss(model, setting, draw_key, batch, share, num_rows)
 
-    training = SideBySide(loss, num_steps, LEARNING_RATE)
+    task = Task("", loss, clipped_adam(LEARNING_RATE, num_steps), num_steps)
+    training = task.start(network.build(keys[0]))[0]
+    advance = jax.jit(jax.vmap(training.advance, (0, 0, None, None)))
 
-    def fit(setting: Any, rows: Rows, label: str) -> Params:
-        return training.fit(jax.vmap(network.start)(keys), (setting, rows), keys, label)
+    @jax.jit
+    @jax.vmap
+    def start(key: Array) -> Any:
+        return task.start(network.build(key))[1]
+
+    def fit(setting: Any, rows: Rows, label: str) -> Any:
+        progress, given = (
+            Progress(label, num_steps),
+            jax.tree.map(jnp.asarray, (keys, setting, rows)),
+        )
+        state = start(keys)
+        chunks = training.run(state, lambda _: given, num_steps, advance=advance)
+        for step, state, loss in chunks:  # noqa: B007 (the last one is wanted)
+            progress.update(step, float(jnp.mean(loss)))
+        return state
 
     @jax.jit
     @jax.vmap
     def score(
-        params: Params, setting: Setting, rows: Rows, scale: Array, key: Array, factor: Array
+        state: Any, setting: Setting, rows: Rows, scale: Array, key: Array, factor: Array
     ) -> tuple[Array, Array]:
-        given = method.predict(network, params, setting, key, rows.x, factor)
+        given = method.predict(training.model(state), setting, key, rows.x, factor)
         nll = jnp.log(scale) - mean_over_rows(given.log_density(rows.y), rows.weight)
         squares = mean_over_rows((given.centre() - rows.y) ** 2, rows.weight)
         return nll, scale * jnp.sqrt(squares)
 
-    def scores(params: Params, setting: Any, splits: Splits, factor: Any) -> list[np.ndarray]:
+    def scores(state: Any, setting: Any, splits: Splits, factor: Any) -> list[np.ndarray]:
         factors = np.broadcast_to(np.asarray(factor, np.float32), keys.shape)
-        found = score(params, setting, splits.test, splits.scale, keys, factors)
+        found = score(state, setting, splits.test, splits.scale, keys, factors)
         return [np.asarray(part) for part in found]
 
     return fit, scores

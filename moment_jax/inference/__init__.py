@@ -2,5 +2,6 @@
 
 from moment_jax.inference.fitting import FitReceipt, fit
 from moment_jax.inference.laplace_approximation import LaplaceReceipt, laplace
+from moment_jax.inference.training import Training
 
-__all__ = ["FitReceipt", "LaplaceReceipt", "fit", "laplace"]
+__all__ = ["FitReceipt", "LaplaceReceipt", "Training", "fit", "laplace"]

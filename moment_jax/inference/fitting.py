@@ -1,11 +1,11 @@
 """`fit`: a `Bayesian` from data in one call, trained by the analytic ELBO."""
 
+import functools
 import math
 import numbers
 import sys
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,17 +17,19 @@ from jax import Array
 
 from moment_jax import objectives
 from moment_jax.covariance import Covariance
-from moment_jax.inference.data import KINDS, check_positive, checked_data, checked_likelihood
+from moment_jax.inference import data as checks
+from moment_jax.inference.training import STEPS_AT_ONCE, Training
 from moment_jax.nn import PriorScale
-from moment_jax.nn.bayesian import Bayesian, LogNoise, _as_nnx, _stored_likelihood
+from moment_jax.nn import likelihood as likelihoods
+from moment_jax.nn.bayesian import Bayesian
+from moment_jax.nn.plain import as_nnx
 from moment_jax.objectives import Gaussian
 
 Data = tuple[tuple[np.ndarray, ...], np.ndarray]
-State = tuple[Any, Any, Any]  # what Adam trains, Adam's state, and the rest of the model
 
 TRAINED = nnx.All(nnx.Param, nnx.Not(PriorScale))  # the prior's optimum has a closed form
+ADAM = functools.cache(optax.adam)  # one object for each rate: trainings alike are compiled once
 WARM_UP = 3.0  # steps of KL warm-up, times the learning rate
-STEPS_AT_ONCE = 50  # between two evaluations, in one compiled program
 BATCH_SIZES = (32, 64, 128, 256)  # few, so that data of other sizes need no other programs
 # Of outputs in a batch: with 300 classes, batches of 64 take a quarter of the time.
 MOST_PAIRS = 2**23
@@ -131,65 +133,53 @@ def fit(
     ((60, 1), True)
     """
     settings = {"patience": patience, "learning_rate": learning_rate, "kl_weight": kl_weight or 1}
-    check_positive("fit", max_steps=max_steps, **settings)
-    given = {"random": random, "relative_scale": relative_scale, "structure": structure}
-    options = {name: value for name, value in given.items() if value is not None}
+    checks.positive("fit", max_steps=max_steps, **settings)
     if isinstance(network, Bayesian) and network.kind is not None:
         likelihood = _own_likelihood(network, likelihood)
     else:
-        checked_likelihood("fit", likelihood)
-    plain = _as_nnx(network.at_means() if isinstance(network, Bayesian) else network)
-    inputs, targets, shape = checked_data("fit", plain, likelihood, data)
+        checks.likelihood("fit", likelihood)
+    plain = as_nnx(network.at_means() if isinstance(network, Bayesian) else network)
+    inputs, targets, shape = checks.data("fit", plain, likelihood, data)
     if isinstance(held_out, numbers.Real):
-        (inputs, targets), held = divided((inputs, targets), float(held_out), seed)
+        (inputs, targets), held = _divided((inputs, targets), float(held_out), seed)
     else:
-        held = checked_data("fit", plain, likelihood, held_out, inputs)[:2]
+        held = checks.data("fit", plain, likelihood, held_out, inputs)[:2]
     columns = [_columns(x) if x.ndim == 2 and x.dtype.kind == "f" else None for x in inputs]
     of_targets = _columns(targets) if isinstance(likelihood, Gaussian) else None
+    given = {"random": random, "relative_scale": relative_scale, "structure": structure}
+    options = {name: value for name, value in given.items() if value is not None}
     if isinstance(network, Bayesian):
-        if options or network.batch_axes != 1:
-            raise ValueError(
-                "`fit` trains a Bayesian as it is, of batch_axes=1. Got batch_axes="
-                f"{network.batch_axes}{''.join(f', {x}' for x in options)}. Set them in mj.Bayesian()."
-            )
-        model = network
-        odd = [sd for each in columns if each for sd in each[1] if not 0.1 <= sd <= 10]
-        if odd:
-            warnings.warn(
-                "`fit` trains a Bayesian on inputs as they are. Got a column of standard deviation "
-                f"{odd[0]:.3g}. Bring columns to about one, or give the plain network.",
-                stacklevel=2,
-            )
+        model = _as_it_is(network, options, columns)
     else:
         if any(columns) or of_targets:
             plain = Standardised(plain, columns, of_targets)
         model = Bayesian(plain, **{"relative_scale": 0.05, "learn_prior": True, **options})
     if model.kind is None:
-        model.kind, model.noise = _stored_likelihood(likelihood)
-        if isinstance(model.noise, LogNoise) and of_targets:
+        model.kind, model.noise = likelihoods.stored(likelihood)
+        if isinstance(model.noise, likelihoods.LogNoise) and of_targets:
             model.noise.set_value(jnp.asarray(2 * np.log(of_targets[1])))
 
     warm_up, size = min(round(WARM_UP / learning_rate), max_steps // 2), len(targets)
-    for belief in model.owned.values():
-        belief.fit_prior()
-    split: Any = nnx.split(model, TRAINED, ...)
-    graph, params, rest = split
-    best = state = params, optax.adam(1.0).init(params), rest
-    best_nll, best_at, nll, history = math.inf, 0, math.nan, []
-    batch = batch_size(size, shape[-1])
-    batches, bar = shuffled((inputs, targets), seed, batch), _bar(max_steps, progress)
-    for first in range(0, max_steps, STEPS_AT_ONCE):
-        steps = jnp.arange(first, min(first + STEPS_AT_ONCE, max_steps))
-        weights = jnp.broadcast_to(objectives.kl_warmup(steps, warm_up, kl_weight), steps.shape)
-        some = jax.tree.map(lambda x, like=steps: x[: len(like)], next(batches))
-        state, value = trained(graph, state, (*some, weights), float(size), learning_rate)
-        loss, step = float(value), first + len(steps)
+    batch = _batch_size(size, shape[-1])
+    batches = _shuffled((inputs, targets), seed, batch)
+
+    def chunk(first: int) -> Any:
+        weights = objectives.kl_warmup(first + jnp.arange(STEPS_AT_ONCE), warm_up, kl_weight)
+        return *next(batches), jnp.broadcast_to(weights, STEPS_AT_ONCE), float(size)
+
+    _fit_priors(model)
+    adam = ADAM(learning_rate)
+    training, start = Training.of(model, adam, _loss, wrt=TRAINED, finish=_fit_priors)
+    best, best_nll, best_at, nll, history = start, math.inf, 0, math.nan, []
+    bar = _bar(max_steps, progress)
+    for step, state, value in training.run(start, chunk, max_steps):
+        loss = float(value)
         if held is not None and math.isfinite(loss):
-            now: Any = nnx.merge(graph, state[0], state[2], copy=True)
-            nll = -float(now.log_prob(*held, batch_size=batch).sum()) / len(held[1])
+            log_probs = training.model(state).log_prob(*held, batch_size=batch)
+            nll = -float(log_probs.sum()) / len(held[1])
         history.append((step, loss, nll))
         if bar is not None:
-            bar.update(len(steps))
+            bar.update(step - bar.n)
             bar.set_postfix(loss=f"{loss:.3f}", held_out=f"{nll:.3f}")
         if not math.isfinite(loss) or (held is not None and not math.isfinite(nll)):
             raise ValueError(
@@ -209,47 +199,48 @@ def fit(
             f"end of {max_steps} steps. Take more max_steps, or a larger learning_rate.",
             stacklevel=2,
         )
-    nnx.update(model, best[0], best[2])
+    nnx.update(model, best[0])
     return (model, FitReceipt(history, converged)) if receipt else model
 
 
-@partial(jax.jit, static_argnums=0)
-def trained(graph: Any, state: State, data: Any, size: Array, rate: Array) -> tuple[State, Array]:
-    """The state after an Adam step on -ELBO / size for each batch, and its average in nats.
+def _loss(model: Bayesian, data: Any, step: Array) -> Array:
+    """-ELBO for each example of the data, of one of the batches (steps, batch, ...)."""
+    *batches, size = data
+    inputs, targets, weight = jax.tree.map(lambda x: x[step % STEPS_AT_ONCE], batches)
+    count = len(targets)
+    # A batch may hold more examples than the data, some of them twice.
+    weighted = weight * count / size
+    return -model.elbo(inputs, targets, dataset_size=count, kl_weight=weighted)
 
-    Batches of inputs and targets, and weights of the KL, have a leading axis of steps.
-    """
-    optimizer = optax.adam(rate)
 
-    def one(state: State, batch: Any) -> tuple[State, Array]:
-        params, adam, rest = state
-        inputs, targets, weight = batch
-        count = len(targets)
+def _fit_priors(model: Bayesian) -> None:
+    for belief in model.owned.values():
+        belief.fit_prior()
 
-        def loss(params: Any) -> Array:
-            model: Any = nnx.merge(graph, params, rest, copy=True)
-            # A batch may hold more examples than the data, some of them twice.
-            weighted = weight * count / size
-            return -model.elbo(inputs, targets, dataset_size=count, kl_weight=weighted)
 
-        value, gradient = jax.value_and_grad(loss)(params)
-        updates, adam = optimizer.update(gradient, adam, params)
-        model: Any = nnx.merge(graph, optax.apply_updates(params, updates), rest, copy=True)
-        for belief in model.owned.values():
-            belief.fit_prior()
-        split: Any = nnx.split(model, TRAINED, ...)
-        return (split[1], adam, split[2]), value
-
-    state, values = jax.lax.scan(one, state, data)
-    return state, jnp.mean(values)
+def _as_it_is(model: Bayesian, options: dict[str, Any], columns: list[Any]) -> Bayesian:
+    """The model that is trained in place; warns of columns in other units."""
+    if options or model.batch_axes != 1:
+        raise ValueError(
+            f"`fit` trains a Bayesian as it is, of batch_axes=1. Got batch_axes={model.batch_axes}"
+            f"{''.join(f', {name}' for name in options)}. Set them in mj.Bayesian()."
+        )
+    odd = [sd for each in columns if each for sd in each[1] if not 0.1 <= sd <= 10]
+    if odd:
+        warnings.warn(
+            "`fit` trains a Bayesian on inputs as they are. Got a column of standard deviation "
+            f"{odd[0]:.3g}. Bring columns to about one, or give the plain network.",
+            stacklevel=3,
+        )
+    return model
 
 
 def _own_likelihood(model: Bayesian, likelihood: Any) -> Any:
     """The likelihood of a `Bayesian`, which the given one has to be."""
-    own = Gaussian() if isinstance(model.noise, LogNoise) else model.likelihood
+    own = Gaussian() if isinstance(model.noise, likelihoods.LogNoise) else model.likelihood
     flat: Any = map(jax.tree.flatten, (own, own if likelihood is None else likelihood))
     (one, kind), (other, same) = flat
-    if not isinstance(own, KINDS) or kind != same or not all(map(np.allclose, one, other)):
+    if not isinstance(own, checks.KINDS) or kind != same or not all(map(np.allclose, one, other)):
         raise ValueError(
             "`fit` trains a Bayesian with its own likelihood: mj.Categorical, mj.Bernoulli or "
             f"mj.Gaussian. Got {likelihood!r}, and {own} of the model. Give None for its own."
@@ -265,7 +256,7 @@ def _columns(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return rows.mean(axis=0).astype(np.float32), sd.astype(np.float32)
 
 
-def divided(data: Data, share: float, seed: int) -> tuple[Data, Data | None]:
+def _divided(data: Data, share: float, seed: int) -> tuple[Data, Data | None]:
     """Split the data at random into training and held-out data."""
     if not 0 <= share < 1:
         raise ValueError(
@@ -279,13 +270,13 @@ def divided(data: Data, share: float, seed: int) -> tuple[Data, Data | None]:
     return train, apart
 
 
-def batch_size(size: int, num_outputs: int) -> int:
+def _batch_size(size: int, num_outputs: int) -> int:
     """The smallest of `BATCH_SIZES` that holds all examples, else the largest within `MOST_PAIRS`."""
     fit = [b for b in BATCH_SIZES if b * num_outputs**2 <= MOST_PAIRS] or BATCH_SIZES[:1]
     return next((b for b in fit if b >= size), fit[-1])
 
 
-def shuffled(data: Data, seed: int, batch: int) -> Iterator[Data]:
+def _shuffled(data: Data, seed: int, batch: int) -> Iterator[Data]:
     """Endless groups of `STEPS_AT_ONCE` batches, (steps, batch, ...), from successive permutations.
 
     Every example occurs equally often, so batch averages are unbiased.

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
 
-from moment_jax.inference.curvature import Arrays, Curvature, by_path
-from moment_jax.inference.data import check_positive, checked_data, checked_likelihood
-from moment_jax.nn.bayesian import Bayesian, _as_nnx, _is_floating
+from moment_jax.inference import data as checks
+from moment_jax.inference.curvature import Arrays, Curvature, Frame, by_path
+from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.belief import matrix_shape
+from moment_jax.nn.plain import as_nnx, is_floating
 from moment_jax.objectives import Categorical, Gaussian
 from moment_jax.posterior import Factorized, FullNormal, KroneckerEigen, Posterior
 
@@ -100,15 +101,15 @@ def laplace(
     """
     if kind not in ("kfac", "diagonal"):
         raise ValueError(f"`laplace` needs a kind, kfac or diagonal. Got {kind!r}.")
-    checked_likelihood("laplace", likelihood)
+    checks.likelihood("laplace", likelihood)
     if held_out is not None and (per_layer or prior_precision is not None):
         raise ValueError(
             "`laplace(held_out=...)` chooses one prior precision. Got per_layer or prior_precision too; "
             "leave them out."
         )
-    check_positive("laplace", prior_precision=prior_precision, batch_size=batch_size)
-    plain = _as_nnx(network)
-    split: Any = nnx.split(plain, nnx.All(nnx.Param, random, lambda _, x: _is_floating(x)), ...)
+    checks.positive("laplace", prior_precision=prior_precision, batch_size=batch_size)
+    plain = as_nnx(network)
+    split: Any = nnx.split(plain, nnx.All(nnx.Param, random, lambda _, x: is_floating(x)), ...)
     graph, *state = split
     frame, known = tuple(state), by_path(state[0])
     params = nnx.to_pure_dict(nnx.state(plain, nnx.Param))
@@ -118,10 +119,10 @@ def laplace(
             f"{', '.join(by_path(params))}. Give a filter such as nnx.PathContains('head')."
         )
     centre = _checked_centre(prior_mean, by_path(params))
-    inputs, targets, shape = checked_data("laplace", plain, likelihood, data)
+    inputs, targets, shape = checks.data("laplace", plain, likelihood, data)
     held = None
     if held_out is not None:
-        held = checked_data("laplace", plain, likelihood, held_out, inputs)[:2]
+        held = checks.data("laplace", plain, likelihood, held_out, inputs)[:2]
 
     shapes = {path: matrix_shape(path.rpartition("/")[2], x.shape) for path, x in known.items()}
     rows = min(batch_size, max(1, NUMBERS // sum(x.size for x in known.values())))
@@ -137,25 +138,14 @@ def laplace(
     if silent:
         message = f"`laplace`: the outputs do not depend on {silent}, which keep the prior."
         warnings.warn(message, stacklevel=2)
-
     offsets = {p: np.asarray(x, np.float64) - centre.get(p, 0.0) for p, x in known.items()}
     at = functools.partial(posterior, squares, offsets, likelihood, outputs, targets, per_layer)
-    edges, why, chosen = tuple(np.exp(LOG_RANGE)), "the evidence", prior_precision
+    chosen = prior_precision
     if held is not None:
-        variances, noises, _ = zip(*map(at, PRECISIONS), strict=True)
-        stacked = jax.tree.map(lambda *x: jnp.asarray(np.stack(x)), *variances)
-        more = bases, stacked, jnp.asarray(noises)
-        densities = curvature.total(curvature.log_densities, frame, held, *more)
-        edges, why = (PRECISIONS[0], PRECISIONS[-1]), "held-out data"
-        chosen = float(PRECISIONS[np.argmax(np.nan_to_num(densities, nan=-np.inf))])
+        chosen = _best_on(held, at, curvature, frame, bases)
     variance, _, found = at(chosen)
-    odd = [x for x in found.prior_precision.values() if not 1.01 * edges[0] < x < edges[1] / 1.01]
-    if odd and prior_precision is None:
-        warnings.warn(
-            f"`laplace`: {why} chose the prior precision {odd[0]:.3g}, at the edge of the range from "
-            f"{edges[0]:.3g} to {edges[1]:.3g}. Look at the network's fit, or give prior_precision.",
-            stacklevel=2,
-        )
+    if prior_precision is None:
+        _warn_at_the_edge(found, held is not None)
     beliefs = {path: _belief(x, bases[path], variance[path]) for path, x in known.items()}
     flat = nnx.traversals.flatten_mapping(params).items()
     tree = {path: beliefs.get("/".join(map(str, path)), x) for path, x in flat}
@@ -163,6 +153,27 @@ def laplace(
     known_noise = Gaussian(found.noise_variance) if noiseless == Gaussian() else likelihood
     model = Bayesian(network, known_noise, beliefs=tree, linearised=True)
     return (model, found) if receipt else model
+
+
+def _best_on(held: Any, at: Any, curvature: Curvature, frame: Frame, bases: Arrays) -> float:
+    """The prior precision of the grid with the highest predictive density of held-out data."""
+    variances, noises, _ = zip(*map(at, PRECISIONS), strict=True)
+    stacked = jax.tree.map(lambda *x: jnp.asarray(np.stack(x)), *variances)
+    more = bases, stacked, jnp.asarray(noises)
+    densities = curvature.total(curvature.log_densities, frame, held, *more)
+    return float(PRECISIONS[np.argmax(np.nan_to_num(densities, nan=-np.inf))])
+
+
+def _warn_at_the_edge(found: LaplaceReceipt, held_out: bool) -> None:
+    low, high = (PRECISIONS[0], PRECISIONS[-1]) if held_out else np.exp(LOG_RANGE)
+    odd = [x for x in found.prior_precision.values() if not 1.01 * low < x < high / 1.01]
+    if odd:
+        warnings.warn(
+            f"`laplace`: {'held-out data' if held_out else 'the evidence'} chose the prior precision "
+            f"{odd[0]:.3g}, at the edge of the range from {low:.3g} to {high:.3g}. Look at the "
+            "network's fit, or give prior_precision.",
+            stacklevel=3,
+        )
 
 
 def posterior(

@@ -11,7 +11,8 @@ from jax import Array
 
 from moment_jax import discrete
 from moment_jax.covariance import Diagonal, Moments
-from moment_jax.nn.bayesian import Bayesian, LogNoise, expected_log_likelihoods
+from moment_jax.nn import likelihood as likelihoods
+from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.networks import Patches, TokenTransformer
 from moment_jax.objectives import Bernoulli, Gaussian
 from moment_jax.objectives.lower_bound import check_weight
@@ -77,9 +78,7 @@ class DiscreteAutoencoder(nnx.Module):
                 "`DiscreteAutoencoder` needs the likelihood mj.Bernoulli(), mj.Gaussian(variance) or "
                 f"mj.Gaussian(). Got {likelihood!r}."
             )
-        known = getattr(likelihood, "noise_variance", None)
-        noise = LogNoise(jnp.zeros(())) if known is None else nnx.Variable(jnp.asarray(known))
-        self.noise = nnx.data(None if isinstance(likelihood, Bernoulli) else noise)
+        self.kind, self.noise = likelihoods.stored(likelihood)
 
     @classmethod
     def transformers(
@@ -99,10 +98,8 @@ class DiscreteAutoencoder(nnx.Module):
     @property
     def likelihood(self) -> Gaussian | Bernoulli:
         """The pixels' observation model, a learned noise at its present value."""
-        if self.noise is None:
-            return Bernoulli()
-        noise = self.noise[...]
-        return Gaussian(jnp.exp(noise) if isinstance(self.noise, LogNoise) else noise)
+        found: Gaussian | Bernoulli = likelihoods.present(self.kind, self.noise)
+        return found
 
     def bayesian(self, **options: Any) -> Self:
         """The autoencoder with both networks made random, by `mj.Bayesian(network, **options)`."""
@@ -220,7 +217,7 @@ class DiscreteAutoencoder(nnx.Module):
             if self.noise is None:  # no quadrature without uncertainty
                 return jnp.sum(target * decoded - jax.nn.softplus(decoded), axis=(-2, -1))
             decoded = Moments(decoded, Diagonal(jnp.zeros_like(decoded)))
-        return jnp.sum(expected_log_likelihoods(self.likelihood, target, decoded), axis=-1)
+        return jnp.sum(likelihoods.expected(self.likelihood, target, decoded), axis=-1)
 
     def sample_images(self, key: Array, num_images: int) -> tuple[Array, Array | Moments]:
         """Codes (N, T) from the uniform prior, and their patches or the patches' moments."""

@@ -39,9 +39,7 @@ def test_the_temperature_is_found_that_probabilities_were_made_with():
 
 
 def test_spreads_are_those_of_the_noise_that_was_trained_with():
-    network = Network(8, 4)
-    params = relative(network.start(jax.random.key(0)), 0.1)
-    beliefs = network.module(params).beliefs
+    beliefs = relative(Network(8, 4).build(jax.random.key(0)), 0.1).beliefs
     draw = jax.jit(jax.vmap(draws.relative(beliefs, 0.1)))
     drawn = draw(jax.random.split(jax.random.key(1), 500))
     for belief, arrays in zip(draws.beliefs(beliefs), jax.tree.leaves(drawn), strict=True):

@@ -65,7 +65,7 @@ def test_what_needs_a_finished_run(name, refused, tmp_path):
     refused([name, "--run", tmp_path], "no finished run")
     settings = {"structure": "BatchSeparable", "steps": 1}
     (tmp_path / "metrics.json").write_text(json.dumps({"settings": settings}))
-    refused([name, "--run", tmp_path], "BatchSeparable", "no longer has", "Separable")
+    refused([name, "--run", tmp_path], "no finished run")
 
 
 def test_programs_are_kept_unless_the_compiler_is_timed(monkeypatch, tmp_path):
@@ -84,3 +84,31 @@ def test_programs_are_kept_unless_the_compiler_is_timed(monkeypatch, tmp_path):
 def test_the_cache_is_set_up_before_jax_is_imported():
     code = "import sys, experiments.__main__; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# The compilation outlives the main thread by far. Ended in the usual way, such a process waits for it.
+ENDS_EARLY = """
+import time, jax, jax.numpy as jnp
+from experiments.__main__ import leave
+from experiments.training import in_background
+
+def many(x):
+    for i in range(1500):
+        x = jnp.sin(x @ x) + i
+    return x
+
+lowered = jax.jit(many).lower(jnp.ones((4, 4)))
+waited_for = in_background(lowered.compile)
+time.sleep(0.5)
+print("said")
+leave(130)
+"""
+
+
+def test_a_process_ends_while_something_is_compiled():
+    fresh = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "0"}  # or there is nothing to compile
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS_EARLY], capture_output=True, text=True, timeout=120,
+        check=False, env=fresh,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (130, "said\n"), ended.stderr

@@ -1,6 +1,5 @@
 """The main job at a tiny size, what reads its run, and what a resumed run owes to an unbroken one."""
 
-import functools
 import json
 import os
 import signal
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from experiments import closure, data
 from experiments.__main__ import main
@@ -21,43 +21,43 @@ from experiments.outputs import whole_file, write_json
 from experiments.training import Task, fit, together
 
 
+class Point(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.zeros(3, jnp.float32))
+
+
+def descent(model, key, step):
+    """Noisy, towards one."""
+    noise = jax.random.normal(jax.random.fold_in(key, step), (3,))
+    return jnp.sum((model.w - 1 + 0.1 * noise) ** 2)
+
+
+def distance(model):
+    return jnp.sum((model.w - 1) ** 2)
+
+
+ADAM, KEY = optax.adam(0.1), jax.random.key(0)
+
+
 def small_task(num_steps):
-    """Noisy descent towards one."""
-
-    def loss(params, key, step):
-        noise = jax.random.normal(jax.random.fold_in(key, step), (3,))
-        return jnp.sum((params["w"] - 1 + 0.1 * noise) ** 2), {}
-
-    return Task("small", loss, optax.adam(0.1), num_steps, lambda p: jnp.sum((p["w"] - 1) ** 2))
-
-
-def start(task, seed=0):
-    return task.start({"w": jnp.zeros(3)}, jax.random.key(seed))
-
-
-@functools.cache
-def program():
-    """The same for all numbers of updates."""
-    return small_task(1).compile(start(small_task(1)))
+    return Task("small", descent, ADAM, num_steps, distance)
 
 
 def trained(folder, num_steps, resume=False, settings=None):
-    task = small_task(num_steps)
     with Checkpoints(folder, settings or {"seed": 0}, resume=resume) as store:
-        return fit(task, start(task), store, save_every=2, compiled=program)
+        model = fit(small_task(num_steps), Point(), KEY, store).model
+        return store.latest_step(), model.w[...]
 
 
 def test_two_and_two_updates_are_four(tmp_path, capsys):
-    whole = trained(tmp_path / "whole", 4)
+    step, whole = trained(tmp_path / "whole", 4)
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "small: 0 of 4 steps"
     assert lines[-1].startswith("small: 4 of 4 steps; loss ")
     trained(tmp_path / "halves", 2)
-    halves = trained(tmp_path / "halves", 4, resume=True)
-    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(halves), strict=True):
-        assert (one == other).all()
-    assert int(whole.step) == 4
-    assert int(trained(tmp_path / "whole", 2).step) == 2  # a fresh start forgets checkpoints
+    assert (trained(tmp_path / "halves", 4, resume=True)[1] == whole).all()
+    assert step == 4
+    assert trained(tmp_path / "whole", 2)[0] == 2  # a fresh start forgets checkpoints
 
 
 def test_other_settings_are_not_resumed(tmp_path):
@@ -65,7 +65,7 @@ def test_other_settings_are_not_resumed(tmp_path):
     with pytest.raises(InputError, match="made with seed 0, not 1"):
         trained(tmp_path, 4, resume=True, settings={"seed": 1})
     trained(tmp_path, 2, settings={"structure": "FrozenSeparable"})
-    with pytest.raises(InputError, match=r"FrozenSeparable, .* no longer has .*Separable, Full"):
+    with pytest.raises(InputError, match="made with structure FrozenSeparable, not Separable"):
         trained(tmp_path, 4, resume=True, settings={"structure": "Separable"})
 
 
@@ -95,22 +95,20 @@ def fail(*_):
 )
 def test_ctrl_c_or_an_error_stops_all_that_train_together(tmp_path, capfd, happens, error, words):
     task = small_task(10**9)
-    starts = [start(task, seed) for seed in range(2)]  # updates donate all of a state
+    program = task.compile(Point(), KEY)
 
-    def update(state):
-        if int(state.step) == 200:
+    def advance(state, given, first, count):
+        if int(first) == 200:
             happens()
-        return program().update(state)
+        return program(state, given, first, count)
 
-    def train(name, start, update, request):
+    def train(name, advance, request):
         with Checkpoints(tmp_path / name, {}, resume=False) as store:
-            compiled = program()._replace(update=update)
-            return fit(task, start, store, 10**9, lambda: compiled, request)
+            return fit(task, Point(), KEY, store, lambda: advance, request)
 
-    one = partial(train, "one", starts[0], update)
-    other = partial(train, "other", starts[1], program().update)
+    one, other = partial(train, "one", advance), partial(train, "other", program)
     with pytest.raises(error, match=words):
-        together([one, other], program)
+        together([one, other])
     assert ("press Ctrl-C again to end at once" in capfd.readouterr().err) == (happens is press)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     saved = {path.parent.name for path in tmp_path.glob("*/*") if path.name.isdigit()}

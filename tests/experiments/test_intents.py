@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import moment_jax as mj
 from experiments import intents
 from experiments.__main__ import main
 from experiments.classify import compared as classify_compared
-from experiments.classify.networks import Params
+from experiments.classify import methods
 from experiments.intents import compared
 from experiments.intents.compared import TextNetwork
 from experiments.intents.texts import BUCKETS, KEYS, PADDING, Vocabulary, read_set
@@ -59,17 +58,16 @@ def test_words_are_of_the_training_texts_and_others_share_buckets():
 def test_padding_has_no_influence():
     ids = np.asarray([[3, 7, 3, 0, 0, 0], [5, 6, 7, 8, 9, 1]], np.int32)
     network = TextNetwork(20, 6, 3)
-    moments, plain = jax.jit(network.moments), jax.jit(network.mean_logits)
-    params = network.start(jax.random.key(0))
-    found = moments(params, ids)
-    for given, alone in zip(found, moments(params, ids[:1, :3]), strict=True):
+    moments = nnx.jit(lambda model, ids: methods.moments(model, None, ids))
+    plain = nnx.jit(lambda model, ids: methods.mean_logits(model, None, ids))
+    model = network.build(jax.random.key(0))
+    found = moments(model, ids)
+    for given, alone in zip(found, moments(model, ids[:1, :3]), strict=True):
         np.testing.assert_allclose(alone[0], given[0], atol=1e-5)
-    np.testing.assert_allclose(plain(params, ids)[0], plain(params, ids[:1, :3])[0], atol=1e-5)
-    module = network.module(params)
-    table = module.weights["embed"]["embedding"].mean
+    np.testing.assert_allclose(plain(model, ids)[0], plain(model, ids[:1, :3])[0], atol=1e-5)
+    table = model.weights["embed"]["embedding"].mean
     table.set_value(table[...].at[PADDING].add(100.0))
-    changed = Params(*nnx.split(module, mj.nn.VariationalMean, ...)[1:])
-    for given, same in zip(found, moments(changed, ids), strict=True):
+    for given, same in zip(found, moments(model, ids), strict=True):
         np.testing.assert_array_equal(given, same)
 
 

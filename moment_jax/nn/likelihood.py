@@ -1,0 +1,60 @@
+"""The likelihood of a model's targets, and its expectation over a batch."""
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from moment_jax import objectives
+from moment_jax.covariance import Diagonal, Moments
+from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
+from moment_jax.objectives.checks import labels_of, over_batch
+
+LIKELIHOODS = (Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian)
+
+
+class LogNoise(nnx.Param):
+    """The log variance of a Gaussian likelihood's noise, which is learned."""
+
+
+def stored(likelihood: Any) -> tuple[Any, Any]:
+    """The likelihood, a static value, and the noise of a Gaussian one, a variable."""
+    if likelihood is None or isinstance(
+        likelihood, Bernoulli | Categorical | HeteroscedasticGaussian
+    ):
+        return likelihood, nnx.data(None)
+    if not isinstance(likelihood, Gaussian):
+        names = ", ".join(f"{kind.__name__}()" for kind in LIKELIHOODS)
+        raise TypeError(f"`mj.Bayesian` needs a likelihood, one of {names}. Got {likelihood!r}.")
+    if likelihood.noise_variance is None:
+        return Gaussian(), nnx.data(LogNoise(jnp.zeros(())))
+    return Gaussian(), nnx.data(nnx.Variable(jnp.asarray(likelihood.noise_variance)))
+
+
+def present(kind: Any, noise: Any) -> Any:
+    """The likelihood that was stored so, a learned noise at its present value; None without one."""
+    if noise is None:
+        return kind
+    value = noise[...]
+    return Gaussian(jnp.exp(value) if isinstance(noise, LogNoise) else value)
+
+
+def expected(likelihood: Any, y: Array, moments: Moments) -> Array:
+    """E[log p(y | f)] at every place of a batch, (...) for moments (..., C), in nats."""
+    mean = moments.mean
+    known = moments.variance if isinstance(moments.cov, Diagonal) else moments.features
+    fn = partial(objectives.expected_log_likelihood, likelihood)
+    if isinstance(likelihood, Categorical):
+        y = labels_of("elbo", y, mean)
+    else:
+        width = mean.shape[-1] // (2 if isinstance(likelihood, HeteroscedasticGaussian) else 1)
+        y = jnp.asarray(y, mean.dtype)
+        y = y[..., None] if y.shape == mean.shape[:-1] and width == 1 else y
+        if y.shape != (*mean.shape[:-1], width):
+            raise ValueError(
+                f"`elbo` needs targets of shape {(*mean.shape[:-1], width)}, the output's. Got "
+                f"{tuple(y.shape)}."
+            )
+    return over_batch(lambda m, c, y: fn(y, m, c), mean, known, y)

@@ -1,0 +1,88 @@
+"""The plain networks that `mj.Bayesian`, `fit` and `laplace` take: Flax modules in inference mode."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+from jax.interpreters import partial_eval
+
+
+class Linen(nnx.Module):
+    """A linen module and its variables, as an NNX module."""
+
+    def __init__(self, module: linen.Module, variables: Any) -> None:
+        self.module = module
+        params = jax.tree.map(nnx.Param, variables["params"])
+        rest = {k: jax.tree.map(nnx.Variable, v) for k, v in variables.items() if k != "params"}
+        self.params, self.others = nnx.data(dict(params)), nnx.data(rest)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The arrays, as linen takes them."""
+        pure = nnx.to_pure_dict(nnx.state(self))
+        return {"params": pure.get("params", {}), **pure.get("others", {})}
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        return self.module.apply(self.variables, *inputs, **options)
+
+
+def as_nnx(network: Any) -> nnx.Module:
+    """The network as an NNX module; raises for anything else."""
+    if hasattr(type(network), "beliefs"):
+        raise TypeError("`mj.Bayesian` needs a plain network. Got a Bayesian; use its at_means().")
+    if isinstance(network, nnx.Module):
+        return network
+    if isinstance(network, linen.Module):
+        if network.scope is None:
+            raise TypeError(
+                f"`mj.Bayesian` needs a linen module bound to its variables. Got a free "
+                f"{type(network).__name__}. Use module.bind(variables)."
+            )
+        return Linen(*network.unbind())
+    raise TypeError(
+        f"`mj.Bayesian` needs a Flax module. Got {type(network).__name__}. For a function of "
+        "parameters, use mj.propagate(fn)(params, x)."
+    )
+
+
+def as_given(network: nnx.Module) -> Any:
+    """The network in its own class: a linen module is bound again."""
+    return network.module.bind(network.variables) if isinstance(network, Linen) else network
+
+
+def inference_output(
+    caller: str, network: nnx.Module, inputs: tuple[Any, ...], options: Any, *, keys: bool = True
+) -> Any:
+    """The shape of `network(*inputs)`; raises if it depends on random keys, or writes statistics."""
+    # What layers report or draw is no state that the next call would need.
+    stored = nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate))
+    split: Any = nnx.split(network, nnx.RngState, stored, ...)
+    graph, *state = split
+    random, written = (len(jax.tree.leaves(part)) for part in state[:2])
+
+    def run(state: Any, inputs: Any) -> Any:
+        model: Any = nnx.merge(graph, *state, copy=True)
+        before = jax.tree.map(lambda x: x, nnx.state(model, stored))
+        return before, model(*inputs, **options), nnx.state(model, stored)
+
+    if random + written == 0:
+        return jax.eval_shape(run, state, inputs)[1]
+    closed, found = jax.make_jaxpr(run, return_shape=True)(state, inputs)
+    outvars, outputs = closed.jaxpr.outvars, len(jax.tree.leaves(found[1]))
+    before = len(jax.tree.leaves(found[0]))
+    changed = outvars[:before] != outvars[before + outputs :]
+    of_output = [before <= i < before + outputs for i in range(len(outvars))]
+    _, used = partial_eval.dce_jaxpr(closed.jaxpr, of_output)
+    if changed or (keys and any(used[:random])):
+        what = "writes statistics, a cache or other state" if changed else "draws random numbers"
+        raise ValueError(
+            f"`{caller}` needs a network in inference mode. Got one that {what}. Call network.eval() "
+            "first, or set deterministic=True, use_running_average=True and decode=False."
+        )
+    return found[1]
+
+
+def is_floating(value: Any) -> bool:
+    """Whether a parameter holds real numbers."""
+    return jnp.issubdtype(getattr(value, "dtype", int), jnp.floating) and value.size > 0
