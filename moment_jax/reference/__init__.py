@@ -5,7 +5,6 @@
 """
 
 from moment_jax.reference.closure import Agreement, ClosureRow, closure_report
-from moment_jax.reference.objective import complexity_loss, elbo, log_marginal
 from moment_jax.reference.propositions import (
     normalized,
     proposition1,
@@ -19,12 +18,15 @@ from moment_jax.reference.sampling import MonteCarloMoments, monte_carlo
 from moment_jax.reference.transformer import (
     DenseMoments,
     attention,
+    complexity_loss,
     dense,
     dense_moments,
+    elbo,
     encoder_block,
     feed_forward,
     feed_forward_cross_cov,
     layer_norm,
+    log_marginal,
     one_head,
     relu,
     softmax,

@@ -1,15 +1,15 @@
 """Sampled moments of a network with random weights, with their standard errors.
 
-Central moments up to the fourth are merged batch by batch. The sums are of powers about the running
-mean, not of the draws themselves. So nothing cancels when the mean is large against the deviation, and
-constant draws have no variance beyond rounding.
+The sums are of powers, up to the fourth, about the mean of the first batch and not of the draws
+themselves. So nothing cancels when the mean is large against the deviation, and constant draws have no
+variance.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,7 @@ from jax import Array
 
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.posterior import sample_params
-
-S = TypeVar("S", bound="JointSums")
+from moment_jax.xla import diagonal_of
 
 
 class MonteCarloMoments(NamedTuple):
@@ -93,29 +92,33 @@ def monte_carlo(
     num_batches = -(-num_samples // batch_size)
     batch_size = -(-num_samples // num_batches)
 
-    def add_batch(sums: tuple[Any, ...], batch: Array) -> tuple[tuple[Any, ...], None]:
+    def add_batch(carry: tuple[Array, list[_Sums]], batch: Array) -> tuple[Any, None]:
+        centre, sums = carry
         indices = batch * batch_size + jnp.arange(batch_size)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, indices)
         draws = jax.vmap(lambda k: fn(sample_params(params, k)))(keys).astype(dtype)
-        draws, kept = draws.reshape(batch_size, -1), indices < num_samples
-        return tuple(merge(old, type(old).of(draws, kept)) for old in sums), None
+        draws, kept = draws.reshape(batch_size, -1), (indices < num_samples)[:, None]
+        # Relative to the first draw, so that the mean of constant draws is exact.
+        near = draws[0] + jnp.mean(draws - draws[:1], axis=0)
+        centre = jax.lax.stop_gradient(jnp.where(batch == 0, near, centre))
+        x = jnp.where(kept, draws - centre[None], 0)
+        return (centre, [jax.tree.map(jnp.add, old, _Sums.of(x, old.joint)) for old in sums]), None
 
-    kinds = (CentralSums, JointSums) if covariance else (CentralSums,)
-    empty: tuple[Any, ...] = tuple(kind.empty(output.size, dtype) for kind in kinds)
-    (sums, *joint), _ = jax.lax.scan(add_batch, empty, jnp.arange(num_batches))
-    mean, variance, error = (
-        x.reshape(output.shape) for x in (sums.mean, sums.variance(), sums.variance_error())
-    )
+    none = jnp.zeros((1, output.size), dtype)
+    start = none[0], [_Sums.of(none, joint) for joint in (False, True)[: 1 + covariance]]
+    (centre, (own, *joint)), _ = jax.lax.scan(add_batch, start, jnp.arange(num_batches))
+    variance, error = (x.reshape(output.shape) for x in own.covariance_and_error(num_samples))
     deviation, certain = safe_sqrt(variance), variance == 0
+    cov = joint[0].covariance_and_error(num_samples) if covariance else (None, None)
     return MonteCarloMoments(
-        mean=mean,
+        mean=(centre + own.first / num_samples).reshape(output.shape),
         variance=variance,
         standard_deviation=deviation,
-        mean_error=deviation / jnp.sqrt(sums.num_draws),
+        mean_error=deviation / num_samples**0.5,
         variance_error=error,
         sd_error=jnp.where(certain, 0, error / jnp.where(certain, 1, 2 * deviation)),
-        covariance=joint[0].covariance() if covariance else None,
-        covariance_error=joint[0].covariance_error() if covariance else None,
+        covariance=cov[0],
+        covariance_error=cov[1],
     )
 
 
@@ -129,107 +132,43 @@ def _at_least(name: str, value: int, lowest: int, why: str) -> int:
     return value
 
 
-class JointSums(NamedTuple):
-    """Sums over the draws of every pair of entries (x, y) of a vector, about the means."""
+class _Sums(NamedTuple):
+    """Sums over draws x (n, D) less a centre: of each entry alone, (D,), or of all pairs, (D, D)."""
 
-    num_draws: Array  # n, a scalar
-    mean: Array  # m, (D,)
-    product: Array  # sum (x_i - m_i) (x_j - m_j), (D, D)
-    square_product: Array  # sum (x_i - m_i)^2 (x_j - m_j), (D, D)
-    square_square: Array  # sum (x_i - m_i)^2 (x_j - m_j)^2, (D, D)
+    first: Array  # sum x_i, (D,)
+    product: Array  # sum x_i x_j
+    mixed: Array  # sum x_i^2 x_j
+    squares: Array  # sum x_i^2 x_j^2
 
-    @staticmethod
-    def total(x: Array, y: Array) -> Array:
-        """The sum over the draws (n, D) of the products of pairs."""
-        return x.T @ y
-
-    @staticmethod
-    def pairs(x: Array) -> tuple[Array, Array]:
-        """A vector as the first and as the second member of each pair."""
-        return x[:, None], x[None, :]
-
-    @staticmethod
-    def own(product: Array) -> Array:
-        """What each entry has with itself."""
-        return jnp.diagonal(product)
+    @property
+    def joint(self) -> bool:
+        """Whether the sums are of all pairs."""
+        return self.product.ndim == 2
 
     @classmethod
-    def empty(cls, size: int, dtype: jnp.dtype) -> Self:
-        """The sums of no draws."""
-        none = jnp.zeros((1, size), dtype)
-        return cls(jnp.zeros((), dtype), none[0], *(cls.total(none, none) for _ in range(3)))
+    def of(cls, x: Array, joint: bool) -> _Sums:
+        """The sums over these draws."""
 
-    @classmethod
-    def of(cls, draws: Array, kept: Array) -> Self:
-        """The sums of draws (n, D) over those kept, (n,) booleans, of which the first is true."""
-        num_draws, kept = jnp.sum(kept).astype(draws.dtype), kept[:, None]
-        # Relative to the first draw, so that the mean of constant draws is exact.
-        mean = draws[0] + jnp.sum(jnp.where(kept, draws - draws[:1], 0), axis=0) / num_draws
-        x = jnp.where(kept, draws - mean[None], 0)
-        return cls(num_draws, mean, cls.total(x, x), cls.total(x**2, x), cls.total(x**2, x**2))
+        def total(x: Array, y: Array) -> Array:
+            return x.T @ y if joint else jnp.sum(x * y, axis=0)
 
-    def about(self, mean: Array) -> Self:
-        """The same sums about another centre."""
-        n, product = self.num_draws, self.product
-        first, other = self.pairs(self.mean - mean)
-        first_square, other_square = self.pairs(self.own(product))
-        mixed = 2 * other * self.square_product
-        return type(self)(
-            n,
-            mean,
-            product + n * first * other,
-            self.square_product + other * first_square + 2 * first * product + n * first**2 * other,
-            self.square_square
-            + mixed
-            + mixed.T
-            + other**2 * first_square
-            + first**2 * other_square
-            + 4 * first * other * product
-            + n * first**2 * other**2,
-        )
+        return cls(jnp.sum(x, axis=0), total(x, x), total(x**2, x), total(x**2, x**2))
 
-    def covariance(self) -> Array:
-        """Unbiased estimate of the covariance, (D, D)."""
-        return self.product / (self.num_draws - 1)
-
-    def covariance_error(self) -> Array:
-        """Standard error of `covariance`, whatever the distribution.
+    def covariance_and_error(self, n: int) -> tuple[Array, Array]:
+        """Unbiased covariance, and its standard error whatever the distribution.
 
         An unbiased sample covariance has the variance
         (mu22 - mu11^2) / n + (mu20 mu02 + mu11^2) / (n (n - 1)).
         """
-        n = self.num_draws
-        joint, covariance = self.square_square / n, self.product / n
-        first, other = self.pairs(self.own(covariance))
-        small = (first * other + covariance**2) / (n - 1)
-        return safe_sqrt((joint - covariance**2 + small) / n)
 
+        def pairs(x: Array) -> tuple[Array, Array]:
+            return (x[:, None], x[None, :]) if self.joint else (x, x)
 
-class CentralSums(JointSums):
-    """The same sums of each entry with itself alone, (D,)."""
-
-    @staticmethod
-    def total(x: Array, y: Array) -> Array:
-        """The sum over the draws (n, D) of the products."""
-        return jnp.sum(x * y, axis=0)
-
-    @staticmethod
-    def pairs(x: Array) -> tuple[Array, Array]:
-        """Each entry twice."""
-        return x, x
-
-    @staticmethod
-    def own(product: Array) -> Array:
-        """The sums themselves."""
-        return product
-
-    variance, variance_error = JointSums.covariance, JointSums.covariance_error
-
-
-def merge(a: S, b: S) -> S:
-    """The sums over two sets of draws: the update of Chan, Golub and LeVeque, to fourth order."""
-    count = a.num_draws + b.num_draws
-    mean = a.mean + (b.mean - a.mean) * (b.num_draws / count)
-    _, _, *left = a.about(mean)
-    _, _, *right = b.about(mean)
-    return type(a)(count, mean, *(x + y for x, y in zip(left, right, strict=True)))
+        a, b = pairs(self.first / n)  # the means of x_i and x_j, about which the moments are
+        mu20, mu02 = pairs((diagonal_of(self.product) if self.joint else self.product) / n)
+        mu11 = self.product / n
+        mu22 = self.squares / n - 2 * b * self.mixed / n - 2 * a * self.mixed.T / n
+        mu22 = mu22 + b**2 * mu20 + a**2 * mu02 + 4 * a * b * mu11 - 3 * a**2 * b**2
+        mu11, mu20, mu02 = mu11 - a * b, mu20 - a**2, mu02 - b**2
+        small = (mu20 * mu02 + mu11**2) / (n - 1)
+        return mu11 * (n / (n - 1)), safe_sqrt((mu22 - mu11**2 + small) / n)
