@@ -1,246 +1,371 @@
-"""K-FAC and CG-FAC: the natural gradient by inverse Kronecker factors, or by conjugate gradients."""
+"""K-FAC and CG-FAC as Optax transformations, and the optimiser of a whole model."""
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax import Array
 
-from moment_jax.optim.conjugate_gradient import Solution, conjugate_gradient
-from moment_jax.optim.damping import (
-    DEFAULT_BOUND,
-    DEFAULT_DAMPING,
-    Bound,
-    Damping,
-    Number,
-    Schedule,
-    check_range,
-    inner,
-)
-from moment_jax.optim.factors import DiagonalFactor, Factor, Factors, RowFactor, apply_curvature
-from moment_jax.optim.inverses import KFACState, apply_inverse, divided, no_inverses
-from moment_jax.optim.layer_blocks import Blocks, Matrices
-from moment_jax.optim.safeguard import per_rate, safeguarded
-from moment_jax.optim.second_order import scale_by_second_order
+from moment_jax.optim import adaptation, solvers
+from moment_jax.optim import blocks as layers
+from moment_jax.optim.adaptation import LastStep, Number, Schedule, check_range, current
+from moment_jax.optim.blocks import Blocks, DiagonalFactor, Factors, Matrices
+from moment_jax.optim.solvers import Inverses
+from moment_jax.optim.taps import required_blocks
 
-Refresh = Callable[[KFACState], KFACState]
+NEVER = jnp.iinfo(jnp.int32).max  # steps in a row that are not finite, after which one is taken
 
 
-class ConjugateGradientState(NamedTuple):
-    """State of the solver by group of layers; `iterations` and `residual` are for logs."""
+class AveragedFactors(NamedTuple):
+    """Running averages of the factors by group of layers, and when new factors are due."""
 
-    preconditioner: KFACState | None
-    iterations: Matrices  # (L,), of the last step
-    residual: Matrices  # (L,), relative, of the last step
+    factors: Factors
+    steps: Array  # taken
+    due: Array  # whether the next step wants new factors
+
+
+class SecondOrderState(NamedTuple):
+    """State of `scale_by_kfac` and `scale_by_cg_fac`."""
+
+    curvature: AveragedFactors
+    inverses: Inverses  # none if nothing is inverted
+    last: LastStep
 
 
 def scale_by_kfac(
     *,
-    damping: Damping = DEFAULT_DAMPING,
-    decay: float | Array = 0.95,
+    blocks: Blocks,
+    damping: Number | Schedule = 3e-4,
+    decay: Number = 0.95,
     curvature_every: int | Array = 5,
     refresh_every: int | Array = 10,
-    kl_bound: Bound = DEFAULT_BOUND,
-    blocks: Blocks | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of `kfac`, (A + ..)^-1 grad (G + ..)^-1 within a bound; arguments as there.
+    """The direction (A + ..)^-1 grad (G + ..)^-1 of K-FAC.
 
-    Sign, momentum and undoing of bad steps are left to the rest of an `optax.chain`.
+    A + pi sqrt(damping) I and G + sqrt(damping) / pi I are inverted by Cholesky factors, under
+    `lax.cond`; a layer whose inversion fails keeps its old inverse. Embedding tables are solved in the
+    eigenbasis of G, normalisations divided by their diagonal. Layers of one shape are solved together.
+
+    Call `update(grads, state, params, factors=factors)` with those of `value_grad_and_factors`; with
+    `when=curvature_due(state)` they have weight 0 at steps without new curvature. Factors that are not
+    finite are left out of the averages; without any yet, the direction is zero.
+
+    Args:
+      blocks: `find_blocks(model)`. Other parameters go to another optimiser, by `for_model` or
+        `optax.partition`; `optax.masked` would add their raw gradients to them.
+      damping: gamma, a number or a schedule; that of `adapt_damping` takes its place. Far above most
+        eigenvalues of F, the step is that of gradient descent.
+      decay: of the running averages of the factors; 0 to use each batch on its own.
+      curvature_every: steps between new curvature, for `curvature_due`; the first of these steps all
+        have it.
+      refresh_every: steps between inversions; the first intervals are 1, 2, 4, ... steps.
+
+    Raises:
+      ValueError: if a number is out of range, or (from init and update) there are no factors, or
+        parameters or factors do not match; the leaf is named. TypeError: if factors are of another type.
+
+    Source: Brownian document, Eq. 16 to 18; Martens and Grosse, Optimizing neural networks with
+    Kronecker-factored approximate curvature, 2015 (factored Tikhonov damping: section 6.3).
     """
-
-    def solve(
-        curvature: Factors, grads: Matrices, damping: Array, state: KFACState, refresh: Refresh
-    ) -> tuple[Matrices, Array, KFACState]:
-        for key, factor in curvature.items():
-            if isinstance(factor, RowFactor):
-                raise TypeError(
-                    f"`kfac` needs Kronecker factors. Got {type(factor).__name__} for {key}; take "
-                    "KroneckerExpand(), or cg_fac."
-                )
-        state = refresh(state)
-        get = state.inverses.get
-        x = {k: apply_inverse(get(k), curvature[k], grad, damping) for k, grad in grads.items()}
-        # x^T (F + damping) x = x . grad, exactly if the inverses are of the current curvature.
-        return x, inner(x, grads), state
-
-    return scale_by_second_order(
-        "kfac", no_inverses, solve, damping=damping, decay=decay, kl_bound=kl_bound,
-        curvature_every=curvature_every, refresh_every=refresh_every, blocks=blocks,
-    )  # fmt: skip
+    settings = damping, decay, curvature_every, refresh_every
+    return _scale_by_curvature("kfac", True, solvers.apply_inverse, blocks, *settings)
 
 
 def scale_by_cg_fac(
     *,
-    damping: Damping = DEFAULT_DAMPING,
+    blocks: Blocks,
+    damping: Number | Schedule = 3e-4,
     max_iterations: int | Array = 5,
     tolerance: Number = 0.1,
     precondition: bool = True,
-    decay: float | Array | None = 0.95,
+    decay: Number = 0.95,
     curvature_every: int | Array = 5,
     refresh_every: int | Array = 10,
-    kl_bound: Bound = DEFAULT_BOUND,
-    blocks: Blocks | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of `cg_fac`, x of (F + damping I) x = grad within a bound; arguments as there.
+    """The direction x of (F + damping I) x = grad, by conjugate gradients: F is not formed or inverted.
 
-    Sign, momentum and undoing of bad steps are left to the rest of an `optax.chain`.
+    F is the operator A V G of the factors. Iterations stop at directions without positive curvature, so
+    damping 0 and zero gradients are harmless.
+
+    Args, `update` and errors are those of `scale_by_kfac`, and:
+      max_iterations: m, the most iterations.
+      tolerance: iterations stop when |residual| <= tolerance |grad|.
+      precondition: by K-FAC's inverses, a few steps old, with which one to three iterations do instead
+        of dozens: an old inverse costs iterations, not accuracy. False for Algorithm 1 as printed.
+
+    Source: Brownian document, Algorithm 1, Eq. 16 to 18 (the step is subtracted).
     """
-    check_range("cg_fac", "max_iterations", max_iterations, least=1, whole=True)
-    check_range("cg_fac", "tolerance", tolerance, least=0)
-    if not isinstance(precondition, bool):
-        raise TypeError(
-            f"`cg_fac` needs precondition True or False (Algorithm 1 as printed). Got {precondition!r}."
+    check_range("cg_fac", least=1, whole=True, max_iterations=max_iterations)
+    check_range("cg_fac", tolerance=tolerance)
+    settings = damping, decay, curvature_every, refresh_every
+    solve = partial(solvers.iterated, max_iterations=max_iterations, tolerance=tolerance)
+    return _scale_by_curvature("cg_fac", precondition, solve, blocks, *settings)
+
+
+def _scale_by_curvature(
+    name: str,
+    inverts: bool,
+    solve: Callable[..., Array],
+    blocks: Blocks,
+    setting: Number | Schedule,
+    decay: Number,
+    curvature_every: int | Array,
+    refresh_every: int | Array,
+) -> optax.GradientTransformationExtraArgs:
+    """What K-FAC and CG-FAC share; `solve` finds the direction of a group."""
+    check_range(name, damping=setting)
+    check_range(name, below=1, decay=decay)
+    check_range(name, 1, whole=True, curvature_every=curvature_every, refresh_every=refresh_every)
+
+    def init(params: optax.Params) -> SecondOrderState:
+        dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(params))
+        none = layers.no_factors(layers.groups_of(params, blocks), dtype)
+        averages = AveragedFactors(none, jnp.int32(0), jnp.ones((), bool))
+        inverses = solvers.no_inverses(none if inverts else {})
+        # Every array is a new one, because an array can be donated only once.
+        last = LastStep(*(jnp.zeros((), jnp.float32) for _ in LastStep._fields))
+        return SecondOrderState(averages, inverses, last)
+
+    def update(updates: Any, state: SecondOrderState, params: Any = None, **extra: Any) -> Any:
+        del params
+        groups, steps = layers.groups_of(updates, blocks), state.curvature.steps
+        new, finite = layers.stack_factors(groups, extra.get("factors"))
+        curvature, fresh, known = _averaged(state.curvature, new, finite, decay, curvature_every)
+        gamma = extra.get("damping", current(setting, steps))
+        factors, last = curvature.factors, state.last
+        inverses = solvers.refreshed(state.inverses, factors, gamma, fresh, known, refresh_every)
+
+        def direction(key: str, grad: Array) -> Array:
+            """(F + gamma I)^-1 grad of a group."""
+            factor = factors[key]
+            if isinstance(factor, DiagonalFactor):
+                return solvers.divided(grad, factor.squares + gamma)
+            x = solve(inverses.pairs.get(key), factor, grad, gamma)
+            return jnp.where(jnp.all(jnp.isfinite(x)), x, 0)
+
+        grads = {
+            key: jnp.where(known, grad, 0).astype(jnp.promote_types(grad.dtype, jnp.float32))
+            for key, grad in layers.stack(groups, updates).items()
+        }
+        x = {key: direction(key, grad) for key, grad in grads.items()}
+        # If x is exact; the residual of conjugate gradients is orthogonal to x, so theirs is.
+        last = last._replace(quadratic=jnp.maximum(_inner(x, grads), 0))
+        if "last_step" in extra:
+            s = layers.stack(groups, extra["last_step"])
+            last = _judged(last, s, x, grads, factors, gamma, fresh)
+        return layers.unstack(groups, x, updates), SecondOrderState(curvature, inverses, last)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _averaged(
+    state: AveragedFactors, new: Factors, finite: Array, decay: Number, every: int | Array
+) -> tuple[AveragedFactors, Array, Array]:
+    """The averages with new factors, whether these are new, and whether there are any yet."""
+    rate = jnp.asarray(decay, jnp.float32)
+    mixed = {
+        key: layers.averaged(state.factors[key], each, rate, finite) for key, each in new.items()
+    }
+    fresh = finite & jnp.any(jnp.stack([factor.weight > 0 for factor in new.values()]))
+    known = jnp.all(jnp.stack([factor.weight > 0 for factor in mixed.values()]))
+    steps, every = state.steps + known, jnp.asarray(every, jnp.int32)
+    due = (steps < every) | (steps % every == 0) | ~known
+    return AveragedFactors(mixed, steps, due), fresh, known
+
+
+def _judged(
+    last: LastStep,
+    s: Matrices,
+    x: Matrices,
+    g: Matrices,
+    factors: Factors,
+    gamma: Array,
+    fresh: Array,
+) -> LastStep:
+    """Judge the last step s; between fresh curvatures, s^T F s is `ratio` <s, s> of an earlier step.
+
+    For the product with F costs as much as a new direction, and the ratio changes slowly.
+    """
+    length = _inner(s, s)
+
+    def measured() -> Array:
+        each = [layers.quadratic_form(factors[key], part) for key, part in s.items()]
+        return jnp.sum(jnp.stack(each).astype(jnp.float32))
+
+    curved = jax.lax.cond(fresh, measured, lambda: last.ratio * length)
+    ratio = jnp.where(length > 0, curved / jnp.where(length > 0, length, 1), last.ratio)
+    size = curved + gamma * length
+    return LastStep(_inner(g, s), _inner(x, s), length, ratio, size, last.quadratic)
+
+
+def _inner(left: Matrices, right: Matrices) -> Array:
+    """The inner product over all groups, in float32, the state's precision."""
+    return jnp.sum(jnp.stack([jnp.sum(left[key] * right[key]).astype(jnp.float32) for key in left]))
+
+
+def curvature_due(state: Any) -> Array:
+    """Whether an optimiser wants new curvature at its next update; `when` of `value_grad_and_factors`.
+
+    The state is `nnx.Optimizer.opt_state`, or of any optimiser with `kfac` or `cg_fac` in it; without
+    one it raises a ValueError.
+    """
+    due = [leaf for _, leaf in optax.tree.get_all_with_path(state, "due")]
+    if not due:
+        raise ValueError(
+            "`curvature_due` needs the state of an optimiser with kfac or cg_fac in it. Got "
+            f"{type(state).__name__}."
         )
-
-    def start(averages: Factors) -> ConjugateGradientState:
-        return ConjugateGradientState(
-            no_inverses(averages) if precondition else None,
-            {key: jnp.zeros(len(f[0]), jnp.int32) for key, f in averages.items()},
-            {key: jnp.zeros(len(f[0]), f.weight.dtype) for key, f in averages.items()},
-        )
-
-    def solution(factor: Factor, grad: Array, damping: Array, inverse: Any) -> Solution:
-        if isinstance(factor, DiagonalFactor):
-            diagonal, none = factor.squares + damping, jnp.zeros(len(grad), grad.dtype)
-            x = divided(grad, diagonal)  # exact; 0 where F and damping are both 0
-            return Solution(x, grad - diagonal * x, jnp.zeros(len(grad), jnp.int32), none)
-        by_inverse = partial(apply_inverse, inverse, factor, damping=damping)
-        return conjugate_gradient(
-            lambda v: apply_curvature(factor, v) + damping * v,
-            grad,
-            max_iterations=max_iterations,
-            tolerance=tolerance,
-            precondition=None if inverse is None or isinstance(factor, RowFactor) else by_inverse,
-        )
-
-    def solve(
-        curvature: Factors,
-        grads: Matrices,
-        damping: Array,
-        state: ConjugateGradientState,
-        refresh: Refresh,
-    ) -> tuple[Matrices, Array, ConjugateGradientState]:
-        kept = None if state.preconditioner is None else refresh(state.preconditioner)
-        inverses = {} if kept is None else kept.inverses
-        get = inverses.get
-        solved = {k: solution(curvature[k], grad, damping, get(k)) for k, grad in grads.items()}
-        x, residual, iterations, relative = ({k: s[i] for k, s in solved.items()} for i in range(4))
-        # x^T (F + damping) x; the damping bounds directions in which F is zero.
-        quadratic = inner(x, {key: grads[key] - residual[key] for key in x})
-        return x, quadratic, ConjugateGradientState(kept, iterations, relative)
-
-    return scale_by_second_order(
-        "cg_fac", start, solve, damping=damping, decay=decay, kl_bound=kl_bound,
-        curvature_every=curvature_every, refresh_every=refresh_every, blocks=blocks,
-    )  # fmt: skip
+    return jnp.any(jnp.stack(jax.tree.leaves(due)))
 
 
 def kfac(
     learning_rate: Number | Schedule = 1.0,
     *,
-    damping: Damping = DEFAULT_DAMPING,
-    decay: float | Array = 0.95,
-    curvature_every: int | Array = 5,
-    refresh_every: int | Array = 10,
-    kl_bound: Bound = DEFAULT_BOUND,
+    blocks: Blocks,
+    damping: Number | Schedule | None = None,
+    kl_bound: Number | Schedule | None = None,
     momentum: Number = 0.8,
     weight_decay: Number = 0.0,
-    blocks: Blocks | None = None,
+    decay: Number = 0.95,
+    curvature_every: int | Array = 5,
+    refresh_every: int | Array = 10,
 ) -> optax.GradientTransformationExtraArgs:
-    """Kronecker-factored approximate curvature: the step -learning_rate (A + ..)^-1 grad (G + ..)^-1.
+    """Kronecker-factored approximate curvature, without tuning.
 
-    A + pi sqrt(damping) I and G + sqrt(damping) / pi I are inverted by Cholesky factors, under
-    `lax.cond`; a layer whose inversion fails keeps its old inverse. Embedding tables are solved in the
-    eigenbasis of G, normalisations divided by their diagonal. The arguments, those of `update`,
-    adaptation, bad steps and the chain (`scale_by_kfac` first) are as for `cg_fac`.
+    It is the chain of `scale_by_kfac`, whose arguments are described there, in `trust_region` and
+    `adapt_damping`, then `optax.ema`, `optax.add_decayed_weights` and `optax.scale_by_learning_rate`.
+    `optax.apply_if_finite` leaves out steps whose gradients are not finite, and `undo_bad_steps` takes
+    back those after which the loss is far above its average; `optax.tree.get(state, "total_notfinite")`
+    and "taken_back" count them, "bound" and "clip" are those of the last step.
 
-    Raises:
-      ValueError: as `cg_fac`. TypeError: if the factors are of another type.
+    Call `update(grads, state, params, factors=factors, value=value)` with the loss at `params`; the
+    README of this folder has a whole training.
 
-    Source: Brownian document, Eq. 16 to 18; Martens and Grosse, Optimizing neural networks with
-    Kronecker-factored approximate curvature, 2015 (factored Tikhonov damping: section 6.3).
+    What the chain adds:
+      learning_rate: a number or a schedule. An adapted bound compensates for much of a decreasing rate;
+        for steps that fall to zero give a schedule of `kl_bound` too.
+      damping: a number or a schedule; None adapts it by `adapt_damping`.
+      kl_bound: of 1/2 step^T (F + damping I) step, nats per example: a number (infinite for none) or a
+        schedule; None adapts it by `trust_region`, assuming a learning rate of 1. Blocks that ignore
+        correlations between tokens underestimate F, so a fixed bound may have to be far below the
+        intended divergence.
+      momentum: of the running average of the directions; 0 for none.
+      weight_decay: decoupled, as in AdamW: also subtracts learning_rate weight_decay params.
     """
     direction = scale_by_kfac(
-        kl_bound=per_rate("kfac", kl_bound, learning_rate), damping=damping, decay=decay,
-        curvature_every=curvature_every, refresh_every=refresh_every, blocks=blocks,
+        blocks=blocks, damping=3e-4 if damping is None else damping, decay=decay,
+        curvature_every=curvature_every, refresh_every=refresh_every,
     )  # fmt: skip
-    return safeguarded("kfac", direction, learning_rate, momentum, weight_decay)
+    return _chain("kfac", direction, learning_rate, damping, kl_bound, momentum, weight_decay)
 
 
 def cg_fac(
     learning_rate: Number | Schedule = 1.0,
     *,
-    damping: Damping = DEFAULT_DAMPING,
+    blocks: Blocks,
+    damping: Number | Schedule | None = None,
+    kl_bound: Number | Schedule | None = None,
+    momentum: Number = 0.8,
+    weight_decay: Number = 0.0,
     max_iterations: int | Array = 5,
     tolerance: Number = 0.1,
     precondition: bool = True,
-    decay: float | Array | None = 0.95,
+    decay: Number = 0.95,
     curvature_every: int | Array = 5,
     refresh_every: int | Array = 10,
-    kl_bound: Bound = DEFAULT_BOUND,
-    momentum: Number = 0.8,
-    weight_decay: Number = 0.0,
-    blocks: Blocks | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The natural gradient by conjugate gradients: no Fisher matrix is formed or inverted.
+    """The natural gradient by conjugate gradients: `kfac` with `scale_by_cg_fac` in its chain.
 
-    For every layer it solves (F + damping I) x = grad and steps by -learning_rate x. F comes from the
-    `factors` of `value_grad_and_factors`: the operator A V G for Kronecker factors, the exact block of
-    the batch for `PerSample` (which needs decay=None). Normalisations are divided by their diagonal.
-    Layers of one shape are solved together.
-
-    The defaults need no tuning: damping and the bound of the step adapt by what each new gradient shows
-    about the last step (`AdaptiveDamping`, `TrustRegion`), for one product with the curvature. It is
-    `scale_by_cg_fac`, `optax.ema`, `optax.add_decayed_weights` and `optax.scale_by_learning_rate` in a
-    chain. The README of this folder has a whole training.
-
-    Call `update(grads, state, params, factors=factors, value=value)`:
-
-      factors: of `value_grad_and_factors`; with `when=curvature_due(state)` they have weight 0 at steps
-        without new curvature.
-      value: the loss at `params`. If it is not finite or far above its average, the last step is taken
-        back, the bound quartered and the momentum dropped; `state.taken_back` counts these steps.
-
-    Updates are always finite. If a gradient is not finite, or there is no curvature yet, the step is
-    zero and `state.skipped` counts it. Factors that are not finite are left out of the averages.
-    Iterations stop at directions without positive curvature, so damping 0 and zero gradients are
-    harmless. Iterations, residuals, damping and bound are in `state.chain[0]`.
-
-    Args:
-      learning_rate: a number or a schedule. `TrustRegion` compensates for much of a decreasing rate; for
-        steps that fall to zero give a schedule of `kl_bound` too.
-      damping: gamma: `AdaptiveDamping()`, a number or a schedule. Far above most eigenvalues of F, the
-        step is that of gradient descent.
-      max_iterations: m, the most iterations.
-      tolerance: iterations stop when |residual| <= tolerance |grad|.
-      precondition: by K-FAC's inverses, a few steps old, with which one to three iterations do instead
-        of dozens: an old inverse costs iterations, not accuracy. False for Algorithm 1 as printed.
-      decay: of the running averages of the factors; None to use each batch on its own.
-      curvature_every: steps between new curvature, for `curvature_due`; the first of these steps all
-        have it.
-      refresh_every: steps between inversions; the first intervals are 1, 2, 4, ... steps.
-      kl_bound: x is scaled so that 1/2 step^T (F + damping I) step <= kl_bound, nats per example:
-        `TrustRegion()`, which assumes a learning rate of 1, a number, a schedule, or None for no bound.
-        Blocks that ignore correlations between tokens underestimate F, so a fixed bound may have to be
-        far below the intended divergence.
-      momentum: of the running average of the directions; 0 for none.
-      weight_decay: decoupled, as in AdamW: also subtracts learning_rate weight_decay params.
-      blocks: `find_blocks(model)`; None to infer the layers from Flax's parameter names.
-
-    Other parameters go to another optimiser, by `for_model` or `optax.partition`; `optax.masked` would
-    add their raw gradients to them.
-
-    Raises:
-      ValueError: if a number is out of range, or (from init and update) there are no factors, or
-        parameters or factors do not match; the leaf is named.
-
-    Source: Brownian document, Algorithm 1, Eq. 16 to 18 (the step is subtracted).
+    The arguments are described there; `update` is called likewise.
     """
     direction = scale_by_cg_fac(
-        kl_bound=per_rate("cg_fac", kl_bound, learning_rate), damping=damping, decay=decay,
+        blocks=blocks, damping=3e-4 if damping is None else damping, decay=decay,
         max_iterations=max_iterations, tolerance=tolerance, precondition=precondition,
-        curvature_every=curvature_every, refresh_every=refresh_every, blocks=blocks,
+        curvature_every=curvature_every, refresh_every=refresh_every,
     )  # fmt: skip
-    return safeguarded("cg_fac", direction, learning_rate, momentum, weight_decay)
+    return _chain("cg_fac", direction, learning_rate, damping, kl_bound, momentum, weight_decay)
+
+
+def _chain(
+    name: str,
+    direction: optax.GradientTransformationExtraArgs,
+    learning_rate: Number | Schedule,
+    damping: Number | Schedule | None,
+    kl_bound: Number | Schedule | None,
+    momentum: Number,
+    weight_decay: Number,
+) -> optax.GradientTransformationExtraArgs:
+    check_range(name, learning_rate=learning_rate, kl_bound=kl_bound, weight_decay=weight_decay)
+    check_range(name, below=1, momentum=momentum)
+
+    def of_direction(count: Array) -> Array:
+        """The bound of a direction that is within `kl_bound` after scaling by the learning rate."""
+        rate = current(learning_rate, count)
+        return current(kl_bound, count) / jnp.where(rate == 0, 1, rate) ** 2
+
+    direction = adaptation.trust_region(direction, None if kl_bound is None else of_direction)
+    chain = optax.chain(
+        adaptation.adapt_damping(direction) if damping is None else direction,
+        optax.ema(momentum),
+        optax.add_decayed_weights(weight_decay),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+    return adaptation.undo_bad_steps(optax.apply_if_finite(chain, max_consecutive_errors=NEVER))
+
+
+def for_model(
+    model: nnx.Module,
+    method: Callable[..., optax.GradientTransformation] = kfac,
+    *,
+    others: optax.GradientTransformation | None = None,
+    wrt: Any = nnx.Param,
+) -> optax.GradientTransformationExtraArgs:
+    """The `optax.partition` of all parameters of a model: layers by curvature, the others by Adam.
+
+    Layers are those with curvature factors, of an `mj.Bayesian` their means; the rest are positions,
+    spreads of beliefs, learned priors and noise.
+
+    Args:
+      model: an NNX module, an `mj.Bayesian`, or a module of such; `nnx.eval_shape` of it is enough.
+      method: called as method(blocks=...): `kfac` (default), `cg_fac`, or a functools.partial of either.
+      others: None for Adam with a learning rate of 1e-2, fast enough for positions to follow the layers.
+        The spreads of a Bayesian model start far from where they end: give `optax.adam(0.1)`.
+      wrt: filter of the trained parameters.
+
+    Raises:
+      ValueError: if no layer of the model has curvature factors. TypeError: if `method` does not take
+        `blocks`.
+
+    >>> from functools import partial
+    >>> import optax
+    >>> from flax import nnx
+    >>> import moment_jax as mj
+    >>> model = mj.Bayesian(mj.nn.MLP([3, 4, 1], rngs=nnx.Rngs(0)), mj.Gaussian())
+    >>> method = partial(mj.optim.kfac, momentum=0.9)
+    >>> tx = mj.optim.for_model(model, method, others=optax.adam(0.1))
+    >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    """
+    try:
+        inspect.signature(method).bind(blocks=())
+    except TypeError as error:
+        raise TypeError(
+            "`for_model` needs a second-order method that takes blocks=..., such as "
+            "functools.partial(mj.optim.kfac, momentum=0.5). Got "
+            f"{getattr(method, '__name__', type(method).__name__)}. First-order methods such as Adam "
+            "go by themselves, or into others=."
+        ) from error
+    blocks = required_blocks("for_model", model, wrt)
+    in_layers = {leaf for block in blocks for leaf in block.leaves}
+
+    def label(params: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: "layers" if layers.path_name(path) in in_layers else "others", params
+        )
+
+    others = optax.adam(1e-2) if others is None else others
+    return optax.partition({"layers": method(blocks=blocks), "others": others}, label)

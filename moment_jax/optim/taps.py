@@ -11,7 +11,7 @@ network, and nothing in it is random. How means enter the covariance of the outp
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,9 +22,12 @@ from flax.nnx.nn.linear import canonicalize_padding
 from jax import Array
 
 from moment_jax.nn.bayesian import Bayesian
-from moment_jax.optim.factors import DiagonalFactor, EmbeddingFactor, KroneckerFactor
-from moment_jax.optim.layer_blocks import KINDS, Blocks, LayerBlock, flatten
-from moment_jax.optim.statistics import Report, observe
+from moment_jax.optim import blocks as layers
+from moment_jax.optim.blocks import Blocks, DiagonalFactor, EmbeddingFactor, Factor, KroneckerFactor
+
+KINDS = {"kernel": KroneckerFactor, "embedding": EmbeddingFactor, "scale": DiagonalFactor}
+
+Report = Callable[[Array, Array], Factor]  # inputs (N, T, in) and output gradients (N, T, out)
 
 
 class CurvatureTap(nnx.Param):
@@ -109,7 +112,7 @@ def find_blocks(model: nnx.Module, wrt: Any = nnx.Param) -> Blocks:
     not all trained, as the filter `wrt` tells, or are shared with an earlier layer, has no block; leave
     such parameters to another optimiser. The model may be abstract, as in `nnx.eval_shape`.
     """
-    available = set(flatten(nnx.state(model, wrt)))
+    available = set(layers.flatten(nnx.state(model, wrt)))
     blocks = []
     for _, block in _layers(model):
         if set(block.leaves) <= available:
@@ -118,56 +121,103 @@ def find_blocks(model: nnx.Module, wrt: Any = nnx.Param) -> Blocks:
     return tuple(blocks)
 
 
-def tap(model: nnx.Module, reports: Mapping[str, tuple[Report, Any]]) -> None:
-    """Make the named layers of a model report, in place: pass a copy.
+def required_blocks(name: str, model: nnx.Module, wrt: Any) -> Blocks:
+    """The same; raises where there are none."""
+    blocks = find_blocks(model, wrt)
+    if not blocks:
+        raise ValueError(
+            f"`{name}` needs a model with layers that have curvature factors, such as nnx.Linear. Got "
+            f"{type(model).__name__} without any; they are listed in mj.optim.find_blocks."
+        )
+    return blocks
 
-    A report comes with the zeros of which it is the cotangent. An `mj.Bayesian` holds its plain network
-    at the means then.
+
+def tap(model: nnx.Module, blocks: Blocks, dtype: jnp.dtype) -> set[str]:
+    """Make the layers of a model report, in place: pass a copy.
+
+    An `mj.Bayesian` holds its plain network at the means then. Returns the names of the layers that
+    have reported, which fills when a backward pass is traced.
     """
     networks: list[tuple[Bayesian, Any]] = []
+    names, called = {block.name for block in blocks}, set[str]()
 
     def at_means(bayesian: Bayesian) -> Any:
         networks.append((bayesian, bayesian.at_means()))
         return networks[-1][1]
 
     for layer, block in list(_layers(model, at_means)):
-        if block.name in reports:
+        if block.name in names:
             # Flax's own assignment would look for variables in the class.
             object.__setattr__(layer, "__class__", _tapped(layer.__class__))
-            layer.report, zeros = reports[block.name]
-            layer.tap = CurvatureTap(zeros)
+            layer.report = _reporter(block, dtype, called)
+            zeros: Any = jnp.zeros(block.stack, dtype)
+            layer.tap = CurvatureTap(block.no_factor(dtype, *block.stack)._replace(weight=zeros))
     for bayesian, network in networks:
         bayesian.make_certain(network)
+    return called
 
 
-def tapped_reports(taps: Any) -> dict[str, Any]:
-    """What the taps of a model hold, by the name of the layer."""
-    variables = flatten(taps, lambda x: isinstance(x, CurvatureTap))
-    return {path.rpartition("/")[0] or "model": tap.get_value() for path, tap in variables.items()}
+def _reporter(block: layers.LayerBlock, dtype: jnp.dtype, called: set[str]) -> Report:
+    """What the backward pass of a layer returns, from inputs a (N, T, in) and gradients g (N, T, out).
 
-
-def count_rows(
-    model: nnx.Module, blocks: Blocks, fn: Callable[[Any], Array]
-) -> dict[str, list[int]]:
-    """The rows that each layer sees at each call in a backward pass of fn(model), in its order.
-
-    Nothing is computed. A layer that is not called is missing.
+    It is a factor of sums over rows, and its weight the number of rows. Inputs are (N, T) symbols for a
+    table, normalised for a normalisation.
     """
-    copy: Any = nnx.merge(*nnx.split(model), copy=True)
-    counts: dict[str, list[int]] = {}
 
-    def counter(name: str) -> Report:
-        def count(_inputs: Array, grads: Array) -> Array:
-            counts.setdefault(name, []).append(grads.shape[0] * grads.shape[1])
-            return jnp.zeros(())
+    def report(inputs: Array, grads: Array) -> Factor:
+        called.add(block.name)
+        grads = grads.astype(dtype)
+        # Ones that depend on the gradients: under vmap, constant ones would count a single example.
+        ones = ((grads[..., 0] == 0) | True).astype(dtype)
+        g, count = grads.reshape(-1, grads.shape[-1]), jnp.sum(ones)
+        if block.factor is EmbeddingFactor:
+            seen = jnp.zeros((block.rows,), dtype).at[inputs.reshape(-1)].add(ones.reshape(-1))
+            return EmbeddingFactor(seen, g.T @ g, count)
+        a = inputs.reshape(-1, inputs.shape[-1]).astype(dtype)
+        if block.factor is DiagonalFactor:
+            by_leaf = {"scale": g * a, "bias": g}
+            each = [by_leaf[leaf.removesuffix("/mean").rpartition("/")[2]] for leaf in block.leaves]
+            return DiagonalFactor(jnp.stack([jnp.sum(row**2, axis=0) for row in each]), count)
+        gram = a.T @ a
+        if len(block.leaves) == 2:  # with a one appended to rows, which would copy them
+            total, size = jnp.sum(a, axis=0)[:, None], jnp.full((1, 1), len(a), dtype)
+            gram = jnp.block([[gram, total], [total.T, size]])
+        return KroneckerFactor(gram, g.T @ g, count)
 
-        return count
+    return report
 
-    tap(copy, {block.name: (counter(block.name), jnp.zeros(block.stack)) for block in blocks})
-    split: Any = nnx.split(copy, CurvatureTap, ...)
-    graph, taps, rest = split
-    jax.eval_shape(jax.grad(lambda taps: fn(nnx.merge(graph, taps, rest, copy=True))), taps)
-    return counts
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def observe(report: Report, output: Array, inputs: Array, dummies: Any) -> Array:
+    """The output; its backward pass returns report(inputs, gradients) as the cotangent of the dummies.
+
+    The output's cotangent passes unchanged and the inputs get none, so gradients stay the same. JAX
+    treats the report like the gradient of any parameter: it is summed over vmap, scan, remat and
+    devices.
+    """
+    del report, inputs, dummies
+    return output
+
+
+observe.defvjp(
+    lambda _report, output, inputs, _dummies: (output, inputs),
+    lambda report, inputs, grads: (grads, None, report(inputs, grads)),
+)
+
+
+def reported_factors(blocks: Blocks, taps: Any, num_examples: int) -> layers.Factors:
+    """The factors of the layers, from the cotangent of the taps."""
+    variables = layers.flatten(taps, lambda x: isinstance(x, CurvatureTap))
+    sums = {path.rpartition("/")[0] or "model": tap.get_value() for path, tap in variables.items()}
+
+    def factor(block: layers.LayerBlock, sums: Factor) -> Factor:
+        *arrays, count = (x.reshape(block.count, *x.shape[len(block.stack) :]) for x in sums)
+        if block.factor is not DiagonalFactor:  # an average over rows, and a sum divided by N
+            arrays[0] = jax.vmap(jnp.divide)(arrays[0], jnp.maximum(count, 1))
+        arrays[-1] = arrays[-1] / num_examples
+        return block.factor(*arrays, jnp.ones((), count.dtype))
+
+    return {block.name: factor(block, sums[block.name]) for block in blocks}
 
 
 def _shapes_at_means(bayesian: Bayesian) -> Any:
@@ -182,7 +232,7 @@ def _shapes_at_means(bayesian: Bayesian) -> Any:
 
 def _layers(
     model: Any, at_means: Callable[[Bayesian], Any] = _shapes_at_means
-) -> Iterator[tuple[Any, LayerBlock]]:
+) -> Iterator[tuple[Any, layers.LayerBlock]]:
     """The observed layers; those of an `mj.Bayesian` are the layers of `at_means` of it."""
     for path, node in nnx.iter_graph(model):
         if isinstance(node, Bayesian):
@@ -194,7 +244,9 @@ def _layers(
                 yield node, found
 
 
-def _of_means(block: LayerBlock, path: tuple[Any, ...], bayesian: Bayesian) -> LayerBlock:
+def _of_means(
+    block: layers.LayerBlock, path: tuple[Any, ...], bayesian: Bayesian
+) -> layers.LayerBlock:
     """The block of a plain network's layer, of the variables that a Bayesian at this path has for it."""
     owned = {"/".join(map(str, own)): belief for own, belief in bayesian.owned.items()}
     prefix = "/".join(map(str, (*path, "weights")))
@@ -213,7 +265,7 @@ def _known(cls: Any) -> Any:
     return next(bases, None)
 
 
-def _block(name: str, layer: Any) -> LayerBlock | None:
+def _block(name: str, layer: Any) -> layers.LayerBlock | None:
     """The parameters of a layer, or None if it is not observed."""
     if _known(type(layer)) is None or not _is_plain(layer):
         return None
@@ -229,7 +281,9 @@ def _block(name: str, layer: Any) -> LayerBlock | None:
         inputs = _length(getattr(layer, "in_features", 1)) + len(getattr(layer, "kernel_size", ()))
         own = inputs + outputs
     columns = math.prod(shape[len(shape) - outputs :])
-    return LayerBlock(name or "model", paths, shapes, columns, shape[: len(shape) - own], kind)
+    return layers.LayerBlock(
+        name or "model", paths, shapes, columns, shape[: len(shape) - own], kind
+    )
 
 
 def _is_plain(layer: Any) -> bool:

@@ -10,42 +10,8 @@ from flax import nnx
 
 import moment_jax as mj
 
-N, SYMBOLS, TOKENS, FEATURES, CLASSES = 6, 7, 5, 8, 3
+N, CLASSES = 6, 3
 DOUBLE = {"param_dtype": jnp.float64}
-
-
-def exact_attention(query, key, value, **options):
-    """Softmax attention in the precision of its arguments; JAX's own takes the softmax in float32."""
-    del options
-    scores = jnp.einsum("nqhk,nshk->nhqs", query, key) / query.shape[-1] ** 0.5
-    return jnp.einsum("nhqs,nshk->nqhk", jax.nn.softmax(scores), value)
-
-
-class Everything(nnx.Module):
-    """One layer of every kind that is observed."""
-
-    def __init__(self):
-        options = {"rngs": nnx.Rngs(0), **DOUBLE}
-        self.table = nnx.Embed(SYMBOLS, FEATURES, **options)
-        self.conv = nnx.Conv(FEATURES, FEATURES, (3,), strides=(1,), **options)
-        self.norm = nnx.LayerNorm(FEATURES, **options)
-        self.attention = nnx.MultiHeadAttention(
-            2, FEATURES, decode=False, attention_fn=exact_attention, **options
-        )
-        self.general = nnx.LinearGeneral((FEATURES,), (2, 4), use_bias=False, **options)
-        self.out = nnx.Linear(FEATURES, CLASSES, **options)
-
-    def __call__(self, symbols):
-        x = self.table(symbols)
-        x = x + self.conv(x)
-        x = x + self.attention(self.norm(x))
-        x = jnp.tanh(self.general(x)).reshape(x.shape)
-        return self.out(x.mean(axis=1))
-
-
-def everything_batch():
-    symbols = jax.random.randint(jax.random.key(0), (N, TOKENS), 0, SYMBOLS)
-    return symbols, jnp.arange(N) % CLASSES
 
 
 class Perceptron(nnx.Module):
@@ -84,8 +50,7 @@ def bayesian_vit(options=None, **sizes):
 
 def bayesian_loss(model, x, labels):
     """Minus the ELBO for each example, and the prediction."""
-    moments = model(x)
-    prediction = mj.optim.BayesianCategoricalPrediction(moments.mean, moments.features)
+    prediction = mj.optim.CategoricalPrediction(model(x).mean)
     return -model.elbo(x, labels, dataset_size=100), prediction
 
 
@@ -95,11 +60,6 @@ def close(left, right, tolerance=1e-10):
     np.testing.assert_allclose(left, right, rtol=tolerance, atol=tolerance * scale)
 
 
-def inside(state):
-    """The `SecondOrderState` in the chain of `kfac` or `cg_fac`."""
-    return state.chain[0]
-
-
 @functools.cache
 def capture(loss=classify, **settings):
     """`value_grad_and_factors` of a loss, compiled once for all tests with these settings."""
@@ -107,27 +67,16 @@ def capture(loss=classify, **settings):
 
 
 @functools.cache
-def compiled(make, *args, **settings):
-    """An optimiser and its compiled update, one for all tests with these settings."""
-    tx = make(*args, **settings)
-    return tx, jax.jit(tx.update)
+def compiled(make, blocks):
+    """An update, compiled once for all settings that may be arrays: (settings, *arguments)."""
+
+    @jax.jit
+    def update(settings, *args, **extra):
+        return make(blocks=blocks, **settings).update(*args, **extra)
+
+    return update
 
 
 def pure(tree):
     """Nested dictionaries of arrays, without Flax's variables."""
     return nnx.as_pure(nnx.state(tree, nnx.Param) if isinstance(tree, nnx.Module) else tree)
-
-
-def losses_of(model, compute, batch, tx, update, steps, due=False):
-    """The loss before each of `steps` steps; with `due`, curvature and loss as for the defaults."""
-    params = pure(model)
-    state, values = tx.init(params), []
-    for _ in range(steps):
-        nnx.update(model, params)
-        when = {"when": mj.optim.curvature_due(state)} if due else {}
-        value, grads, factors = compute(model, *batch, **when)
-        told = {"value": value} if due else {}
-        updates, state = update(pure(grads), state, params, factors=factors, **told)
-        params = optax.apply_updates(params, updates)
-        values.append(float(value))
-    return values

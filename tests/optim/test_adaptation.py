@@ -1,4 +1,6 @@
-"""Adaptive damping and bounds, steps that are taken back, and whole trainings of a perceptron."""
+"""The wrappers on numbers that a direction reports, and whole trainings of a perceptron."""
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,37 +10,98 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
-from moment_jax.optim.damping import LastStep
-from tests.optim.networks import (
-    Perceptron,
-    capture,
-    classify,
-    compiled,
-    dense_batch,
-    inside,
-    losses_of,
-)
+from moment_jax.optim.adaptation import LastStep
+from moment_jax.optim.natural_gradient import _judged
+from tests.optim.networks import Perceptron, capture, classify, compiled, dense_batch, pure
 
 optim = mj.optim
-MAKERS = pytest.mark.parametrize("make", [optim.cg_fac, optim.kfac])
-PARAMS = {"kernel": jnp.ones((4, 3), jnp.float64)}
+ONE = jnp.float32(1)
+UNIT = LastStep(*(ONE,) * 6)
 
 
-def quadratic(seed=0):
-    """A loss <v, F v> / 2 - <v, b> with a Kronecker F, as (loss, factor)."""
-    rng = np.random.default_rng(seed)
-    a, g, target = (rng.normal(size=size) for size in ((9, 4), (9, 3), (1, 4, 3)))
-    sides = (jnp.asarray(rows.T @ rows / 9)[None] for rows in (a, g))
-    factor = optim.KroneckerFactor(*sides, jnp.ones(()))
+class Reported(NamedTuple):
+    """State of `direction`."""
 
-    def loss(v):
-        return jnp.sum(v * (optim.apply_curvature(factor, v) / 2 - target))
-
-    return loss, factor
+    last: Any
 
 
-FACTOR = quadratic()[1]
-FACTORS = {"model": FACTOR}
+# A direction that is the gradient, and reports what a test says of the last step.
+DIRECTION = optax.GradientTransformationExtraArgs(
+    lambda params: Reported(UNIT),
+    lambda updates, state, params, *, last, **extra: (updates, Reported(last)),
+)
+
+
+def after(tx, state, taken_back=False, **last):
+    """Update and state after a step of which these numbers are reported."""
+    told = UNIT._replace(**{key: jnp.float32(value) for key, value in last.items()})
+    return tx.update(ONE, state, ONE, last=told, last_step=ONE, taken_back=jnp.array(taken_back))
+
+
+def test_a_bound_follows_the_slope_and_scales_the_direction():
+    """1/2 x^T (F + damping) x is 1/2 here, and the slope over the norms is `slope`."""
+    tx = optim.trust_region(DIRECTION, initial=1e-2, rate=0.5, aim=0.1)
+    step, start = after(tx, tx.init(ONE), slope=-0.9)
+    np.testing.assert_allclose(start.bound, 1e-2, rtol=1e-5)  # no bound was active before it
+    np.testing.assert_allclose([step, start.clip], np.sqrt(2 * start.bound), rtol=1e-6)
+    for slope, factor in ((-0.9, np.exp(0.5)), (0.1, 1), (0.6, np.exp(-0.5)), (jnp.nan, 1.0513)):
+        state = after(tx, start, slope=slope)[1]
+        np.testing.assert_allclose(state.bound / start.bound, factor, rtol=1e-4)
+    assert after(tx, start, slope=-0.9, quadratic=1e-4)[1].clip == 1
+    back = after(tx, start, True, slope=-0.9)[1]
+    np.testing.assert_allclose(back.bound, start.bound / 4, rtol=1e-6)
+
+
+def test_slopes_alone_take_the_bound_down_as_the_number_of_steps():
+    """As those of batches without replacement do once noise prevails; dampings wait at that floor."""
+    tx = optim.adapt_damping(optim.trust_region(DIRECTION))
+    state, bounds, dampings, update = tx.init(ONE), [], [], jax.jit(lambda s: after(tx, s)[1])
+    for _ in range(60):
+        state = update(state)
+        bounds.append(float(state.inner_state.bound))
+        dampings.append(float(state.damping))
+    assert bounds[10] < bounds[0] / 10  # early bounds are no floor
+    late = np.arange(20, 60)
+    np.testing.assert_allclose(np.asarray(bounds)[late] * (late + 1), bounds[20] * 21, rtol=1e-5)
+    assert dampings[0] != dampings[10]
+    assert dampings[20] == dampings[-1]
+
+
+def test_fixed_bounds_and_schedules():
+    for bound, most in ((0.125, 0.125), (optax.linear_schedule(0.125, 0.0, 4), 0.09375)):
+        tx = optim.trust_region(DIRECTION, bound)
+        np.testing.assert_allclose(after(tx, tx.init(ONE))[0], 0.5, rtol=1e-6)
+        np.testing.assert_allclose(after(tx, after(tx, tx.init(ONE))[1])[1].bound, most)
+    assert after(optim.trust_region(DIRECTION, jnp.inf), tx.init(ONE))[0] == 1
+
+
+def test_damping_follows_the_slope_in_it():
+    """(<s, s> <g, s> / (2 |s|^2) - <x, s>) damping over the norms."""
+    tx = optim.adapt_damping(DIRECTION, initial=0.1, rate=3.0)
+    state = after(tx, tx.init(ONE), slope=4, along=0.5, length=2, size=4)[1]
+    np.testing.assert_allclose(state.damping, 0.1 * np.exp(-3 * 0.1 * 0.5 / 2), rtol=1e-6)
+    np.testing.assert_allclose(after(tx, tx.init(ONE), True)[1].damping, 0.4, rtol=1e-6)
+    assert after(tx, tx.init(ONE), quadratic=0)[1].damping == jnp.float32(0.1)
+
+
+@pytest.mark.parametrize("bad", [1e3, jnp.inf, jnp.nan])
+def test_a_step_that_raises_the_loss_is_taken_back(bad):
+    """Once; with it goes the momentum, and the gradient at the bad place is not looked at."""
+    tx = optim.undo_bad_steps(optax.chain(optax.ema(0.9), optax.scale(-0.1)))
+    update = jax.jit(tx.update)
+    params, state = {"w": jnp.ones(3)}, tx.init({"w": jnp.ones(3)})
+    for _ in range(4):
+        steps, state = update({"w": jnp.cos(params["w"])}, state, params, value=1.0)
+        before, params = params, optax.apply_updates(params, steps)
+    steps, back = update({"w": jnp.full(3, bad)}, state, params, value=bad)
+    np.testing.assert_allclose(params["w"] + steps["w"], before["w"])
+    assert back.taken_back == 1
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(back.inner_state))
+    steps, again = update({"w": jnp.ones(3)}, back, before, value=bad)  # never two in a row
+    np.testing.assert_allclose(steps["w"], -0.1)
+    assert again.taken_back == 1
+    steps, other = tx.update({"w": jnp.full(3, 1e6)}, state, params)  # without a value
+    assert other.taken_back == 0
 
 
 def solved(factor, damping, vector):
@@ -47,10 +110,23 @@ def solved(factor, damping, vector):
     return jnp.linalg.solve(fisher, vector.ravel()).reshape(vector.shape)
 
 
+def quadratic(seed):
+    """A loss <v, F v> / 2 - <v, b> with a Kronecker F, as (loss, factor)."""
+    rng = np.random.default_rng(seed)
+    a, g, target = (rng.normal(size=size) for size in ((9, 4), (9, 3), (1, 4, 3)))
+    a, g = (jnp.asarray(rows.T @ rows / 9)[None] for rows in (a, g))
+    return lambda v: jnp.sum(v * (a @ v @ g / 2 - target)), optim.KroneckerFactor(
+        a, g, jnp.ones(())
+    )
+
+
 def test_the_slope_in_damping_is_the_derivative_of_the_next_loss():
-    """Of a step of fixed length in F + damping; the next loss has another minimum and curvature."""
+    """Of a step of fixed length in F + damping; the next loss has another minimum and curvature.
+
+    Between curvatures the last ratio stands for the product with F, exact for a multiple of the step.
+    """
     (loss, factor), (next_loss, _) = quadratic(0), quadratic(1)
-    length, damping = 0.3, 0.2
+    length, damping, no = 0.3, 0.2, jnp.zeros((), bool)
 
     @jax.jit
     def both():
@@ -62,102 +138,18 @@ def test_the_slope_in_damping_is_the_derivative_of_the_next_loss():
             return -length * x / jnp.sqrt(jnp.sum(x * grad))
 
         derivative = jax.grad(lambda log: next_loss(start + step(jnp.exp(log))))(jnp.log(damping))
-        new = {"": jax.grad(next_loss)(start + step(damping))}
-        x = {"": solved(factor, damping, new[""])}
-        moved = LastStep.judged(
-            {"": step(damping)}, new, {"": factor}, damping, jnp.float32(0), True
-        )
-        size = jnp.sum(x[""] * new[""])
-        slope = moved.slope_in_damping(x, size, damping)
-        return slope * length * jnp.sqrt(size), derivative
+        g = jax.grad(next_loss)(start + step(damping))
+        x = solved(factor, damping, g)
+        told = UNIT._replace(quadratic=jnp.sum(x * g))
+        args = {"": step(damping)}, {"": x}, {"": g}, {"": factor}, damping
+        last = _judged(told, *args, ~no)
+        double = _judged(last, {"": 2 * args[0][""]}, *args[1:], no)
+        slope = last.slope_in_damping(damping) * length * jnp.sqrt(told.quadratic)
+        return slope, derivative, 4 * last.size, double.size
 
-    np.testing.assert_allclose(*both(), rtol=1e-5)
-
-
-def test_between_curvatures_the_last_ratio_stands_for_the_product():
-    """Exact for a multiple of the step that it was measured on."""
-    step, grads = np.random.default_rng(0).normal(size=(2, 1, 4, 3))
-
-    @jax.jit
-    def by(step, ratio, exact):
-        return LastStep.judged({"": step}, {"": grads}, {"": FACTOR}, 0.2, ratio, exact)
-
-    measured = by(step, jnp.float32(0), True)
-    told = by(2 * step, measured.ratio, False)
-    np.testing.assert_allclose(told.size, by(2 * step, jnp.float32(0), True).size, rtol=1e-5)
-
-
-@MAKERS
-def test_the_bound_follows_the_slope_after_the_step(make):
-    """Steps that are too short or too long by the loss's own curvature."""
-    loss, factor = quadratic()
-    grad = jax.jit(jax.grad(lambda tree: loss(tree["kernel"][None])))
-    region = optim.TrustRegion(initial=1e-2, aim=0.0)
-    tx, update = compiled(make, 1.0, damping=1e-6, kl_bound=region, momentum=0.0)
-    updates, state = update(grad(PARAMS), tx.init(PARAMS), PARAMS, factors=FACTORS)
-    assert np.all(np.isfinite(updates["kernel"]))
-    full = -solved(factor, 0.0, grad(PARAMS)["kernel"])
-    for rate, grows in ((0.5, True), (1.9, False)):
-        # in place of the step, and far beyond the bound
-        params = {"kernel": PARAMS["kernel"] + rate * full}
-        _, after = update(grad(params), state, params, factors=FACTORS)
-        assert (float(inside(after).bound) > 1e-2) == grows
-
-
-@MAKERS
-def test_gradients_that_always_point_back_do_not_end_the_training(make):
-    """As those of batches without replacement do once noise prevails: the bound falls as 1 / steps."""
-    tx, update = compiled(make, momentum=0.0)
-    params, state, grads, bounds, dampings = PARAMS, tx.init(PARAMS), PARAMS, [], []
-    for _ in range(60):
-        updates, state = update(grads, state, params, factors=FACTORS, value=1.0)
-        params = optax.apply_updates(params, updates)
-        grads = {"kernel": jnp.sign(updates["kernel"])}
-        bounds.append(float(inside(state).bound))
-        dampings.append(float(inside(state).damping))
-    assert bounds[10] < bounds[0] / 10  # early bounds are no floor
-    late = np.arange(20, 60)
-    np.testing.assert_allclose(np.asarray(bounds)[late] * (late + 1), bounds[20] * 21, rtol=1e-5)
-    assert dampings[20] == dampings[-1]  # nor are steps shortened by damping
-
-
-@MAKERS
-def test_a_step_that_raises_the_loss_is_taken_back(make):
-    grads = jax.tree.map(jnp.cos, PARAMS)
-    tx, update = compiled(make, momentum=0.0)
-    good, params = tx.init(PARAMS), PARAMS
-    for _ in range(4):
-        updates, good = update(grads, good, params, factors=FACTORS, value=1.0)
-        before, params = params, optax.apply_updates(params, updates)
-    for bad in (1e3, jnp.inf, jnp.nan):
-        broken = grads if np.isfinite(bad) else jax.tree.map(lambda x, bad=bad: x + bad, grads)
-        updates, state = update(broken, good, params, factors=FACTORS, value=bad)
-        jax.tree.map(np.testing.assert_allclose, optax.apply_updates(params, updates), before)
-        assert int(state.taken_back) == 1
-        np.testing.assert_allclose(inside(state).bound, inside(good).bound / 4, rtol=1e-6)
-        np.testing.assert_allclose(inside(state).damping, 4 * inside(good).damping, rtol=1e-6)
-        assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.chain[1]))  # the momentum
-        updates, state = update(grads, state, before, factors=FACTORS, value=1.0)
-        assert int(state.taken_back) == 1
-        assert np.any(updates["kernel"])
-    _, state = update({"kernel": 1e6 * PARAMS["kernel"]}, good, params, factors=FACTORS)
-    assert int(state.taken_back) == 0  # without a value
-
-
-def test_when_curvature_is_due():
-    """At each of the first few steps, then every few; and at every step until there is any."""
-    plain = {"precondition": False, "damping": 0.1, "kl_bound": None}  # few operations
-    tx, update = compiled(lambda: optax.chain(optim.cg_fac(curvature_every=3, **plain)))
-    state, due = tx.init(PARAMS), []
-    for _ in range(10):
-        due.append(bool(optim.curvature_due(state)))
-        _, state = update(PARAMS, state, PARAMS, factors=FACTORS)
-    assert [i for i, wanted in enumerate(due) if wanted] == [0, 1, 2, 3, 6, 9]
-    none = jax.tree.map(jnp.zeros_like, FACTORS)
-    _, nothing = update(PARAMS, tx.init(PARAMS), PARAMS, factors=none)
-    assert bool(optim.curvature_due(nothing))
-    with pytest.raises(ValueError, match="kfac or cg_fac in it"):
-        optim.curvature_due(optax.adam(0.1).init(PARAMS))
+    slope, derivative, exact, by_ratio = both()
+    np.testing.assert_allclose(slope, derivative, rtol=1e-5)
+    np.testing.assert_allclose(by_ratio, exact, rtol=1e-5)
 
 
 def regress(model, x, y):
@@ -166,41 +158,44 @@ def regress(model, x, y):
     return jnp.sum((output - y) ** 2) / (2 * x.shape[0]), optim.NormalPrediction(output)
 
 
-def falls(tx, update, steps, loss=classify, scale=1.0, due=True, **settings):
-    """Whether the steps take the loss below 0.3 of where it started."""
-    model, (x, labels) = Perceptron(), dense_batch(n=24)
-    batch = (x, labels) if loss is classify else (x, scale**0.5 * jnp.sin(x[:, :3]))
-    values = losses_of(model, capture(loss, **settings), batch, tx, update, steps, due)
-    return values[-1] < 0.3 * values[0]
+def by_hand(scale_by):
+    """The default chain, with all of what its two rules start from times a factor."""
+
+    def make(blocks, factor):
+        direction = optim.trust_region(
+            scale_by(blocks=blocks), initial=1e-4 * factor, rate=0.5 * factor
+        )
+        direction = optim.adapt_damping(direction, initial=3e-4 * factor, rate=5.0 * factor)
+        return optim.undo_bad_steps(optax.chain(direction, optax.ema(0.8), optax.scale(-1.0)))
+
+    return make
 
 
-def test_a_loss_falls_by_exact_blocks_and_fixed_settings():
-    tx, update = compiled(optim.cg_fac, 0.5, damping=1e-1, kl_bound=0.02, decay=None)
-    assert falls(tx, update, 40, due=False, reading=optim.PerSample())
+MAKERS = {"kfac": by_hand(optim.scale_by_kfac), "cg_fac": by_hand(optim.scale_by_cg_fac)}
 
 
-@MAKERS
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_a_loss_falls_without_a_setting(make):
-    """Whatever the loss is measured in; classification and regression have curvatures of their own."""
-    tx, update = compiled(make)
-    for loss, scale in ((classify, 1.0), (regress, 1e-3), (regress, 1e3)):
-        assert falls(tx, update, 80, loss, scale), (loss, scale)
-
-
-@MAKERS
-@pytest.mark.parametrize("factor", [1 / 3, 3.0])
-def test_defaults_hold_a_factor_of_three(make, factor):
-    """All of what the two rules start from, a third or three times as large."""
-    damping, region = (
-        type(rule)(initial=factor * rule.initial, rate=factor * rule.rate)
-        for rule in (optim.AdaptiveDamping(), optim.TrustRegion())
-    )
-    assert falls(*compiled(make, damping=damping, kl_bound=region), 80)
-
-
-def test_a_batch_of_one():
-    model = Perceptron()
-    tx, update = compiled(optim.cg_fac, 0.1, damping=1e-6, decay=None, kl_bound=1e-3)
-    rows = capture(reading=optim.PerSample())
-    assert np.all(np.isfinite(losses_of(model, rows, dense_batch(n=1), tx, update, 2)))
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(nnx.state(model)))
+    """Whatever the loss is measured in, and with rules that start a third or three times as large."""
+    for loss, scale, factor in (
+        (classify, 1.0, 1.0),
+        (classify, 1.0, 1 / 3),
+        (classify, 1.0, 3.0),
+        (regress, 1e-3, 1.0),
+        (regress, 1e3, 1.0),
+    ):
+        model, (x, labels) = Perceptron(), dense_batch(n=24)
+        blocks, params, values = optim.find_blocks(model), pure(model), []
+        y = labels if loss is classify else scale**0.5 * jnp.sin(x[:, :3])
+        state, update = make(blocks, factor).init(params), compiled(make, blocks)
+        for _ in range(80):
+            nnx.update(model, params)
+            due = optim.curvature_due(state)
+            value, grads, factors = capture(loss)(model, x, y, when=due)
+            told = {"factors": factors, "value": value}
+            steps, state = update(
+                {"factor": jnp.float32(factor)}, pure(grads), state, params, **told
+            )
+            params = optax.apply_updates(params, steps)
+            values.append(float(value))
+        assert values[-1] < 0.3 * values[0], (loss, scale, factor)

@@ -1,0 +1,276 @@
+"""Wrappers that let the last step decide: on the damping, on the bound of a step, and on going back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from optax import GradientTransformation, GradientTransformationExtraArgs
+
+Number = float | Array
+Schedule = Callable[[Array], Any]
+
+DAMPINGS = 1e-8, 1e4  # between which it adapts
+BOUNDS = 1e-9, 1.0  # likewise
+SLACK = 3.0  # the bound of a trust region falls no faster than 1 / steps, up to this factor
+DEVIATIONS = 6.0  # a step is taken back if the loss is this many deviations above its average
+SHARE = 0.1  # of the newest loss in that average
+MOMENTA = optax.EmaState | optax.TraceState
+
+
+class LastStep(NamedTuple):
+    """What a new gradient g, its direction x and the curvature F + gamma I say of the last step s."""
+
+    slope: Array  # <g, s>
+    along: Array  # <x, s>
+    length: Array  # <s, s>
+    ratio: Array  # s^T F s / <s, s>, of the last step whose product with F was computed
+    size: Array  # s^T (F + gamma) s
+    quadratic: Array  # x^T (F + gamma) x
+
+    def slope_in_damping(self, damping: Array) -> Array:
+        """The derivative of the new loss in log damping at fixed |s|, scaled as `scaled` does."""
+        along = self.length * self.slope / (2 * jnp.where(self.size > 0, self.size, 1))
+        return self.scaled(damping * (along - self.along))
+
+    def scaled(self, slope: Array) -> Array:
+        """The slope over the norms of s and x in F + gamma I, within [-1, 1]."""
+        norms = jnp.sqrt(self.size) * jnp.sqrt(self.quadratic)
+        ratio = jnp.clip(slope / jnp.where(norms > 0, norms, 1), -1, 1)
+        return jnp.where((norms > 0) & jnp.isfinite(ratio), ratio, 0)
+
+
+class AdaptDampingState(NamedTuple):
+    """State of `adapt_damping`."""
+
+    inner_state: Any
+    damping: Array  # of the next step
+
+
+def adapt_damping(
+    inner: GradientTransformationExtraArgs, initial: float = 3e-4, rate: float = 5.0
+) -> GradientTransformationExtraArgs:
+    """Damping that descends the next batch's loss, for a `scale_by_kfac` or `scale_by_cg_fac`.
+
+    Let x = (F + damping)^-1 grad of the new batch, and s the last step with |s|^2 = s^T (F + damping) s
+    held fixed. The derivative of the new loss with respect to the damping is then proportional to
+    <x, s> - <s, s> <grad, s> / (2 |s|^2): two inner products, no evaluation of the loss. The damping
+    settles among the curvatures of the directions in which the loss still falls, in whatever units.
+    After a step taken back it is fourfold.
+
+    Args:
+      inner: the direction, or a `trust_region` of it.
+      initial: first value; an error of a factor of ten is corrected within some dozens of steps.
+      rate: upper limit of a change of log damping; typical changes are a hundredth of it.
+
+    Raises:
+      ValueError: if a number is negative; from update, without an `undo_bad_steps` around the chain.
+    """
+    check_range("adapt_damping", initial=initial, rate=rate)
+
+    def init(params: optax.Params) -> AdaptDampingState:
+        return AdaptDampingState(inner.init(params), jnp.float32(initial))
+
+    def update(updates: Any, state: AdaptDampingState, params: Any = None, **extra: Any) -> Any:
+        back = _taken_back("adapt_damping", extra)
+        extra["damping"] = state.damping
+        updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
+        slope = optax.tree.get(inner_state, "last").slope_in_damping(state.damping)
+        if isinstance(inner_state, TrustRegionState):
+            # At its least bound, slopes are noise, and more damping would only shorten the steps.
+            slope = jnp.where(inner_state.bound > inner_state.least, slope, 0)
+        factor = jnp.where(back, 4, jnp.exp(-rate * slope))
+        return updates, AdaptDampingState(inner_state, jnp.clip(state.damping * factor, *DAMPINGS))
+
+    return GradientTransformationExtraArgs(init, update)
+
+
+class TrustRegionState(NamedTuple):
+    """State of `trust_region`."""
+
+    inner_state: Any
+    steps: Array  # so far
+    bound: Array  # on 1/2 x^T (F + damping) x of the last direction
+    least: Array  # slopes do not take the bound below this
+    clip: Array  # factor by which the bound scaled the last direction
+
+
+def trust_region(
+    inner: GradientTransformationExtraArgs,
+    bound: Number | Schedule | None = None,
+    *,
+    initial: float = 1e-4,
+    rate: float = 0.5,
+    aim: float = 0.02,
+) -> GradientTransformationExtraArgs:
+    """A bound of the step's KL divergence that grows while steps are too short, and else shrinks.
+
+    The direction x is scaled so that 1/2 x^T (F + damping) x <= bound. After a step s the new gradient
+    shows how the loss changes along it: c = <grad, s> over the norms of both in F + damping. It is -1 if
+    the step was far too short, 0 if it ended at a minimum, 1 if it was far too long. With d = c - aim
+    the bound is multiplied by exp(-rate d), or by exp(-2 rate d) where d > 0. A step taken back quarters
+    it.
+
+    The gradient is of another batch, so noise that the step followed does not count in its favour. It
+    counts against it: n batches drawn without replacement are anticorrelated by 1 / (n - 1), so near
+    convergence gradients point back along the last steps however short these are. The bound therefore
+    falls no faster than 1 / (number of steps), up to a factor of three; such step lengths have an
+    infinite sum.
+
+    Args:
+      inner: the direction, of `scale_by_kfac` or `scale_by_cg_fac`.
+      bound: a number or a schedule, nats per example, for a bound that does not adapt.
+      initial: first value, nats per example; small, since an average of few batches is poor curvature.
+      rate: see above.
+      aim: target of c, slightly past the minimum, which suits later losses better.
+
+    Raises:
+      ValueError: if a number is negative; from update, without an `undo_bad_steps` around the chain.
+    """
+    check_range("trust_region", bound=bound, initial=initial, rate=rate)
+
+    def init(params: optax.Params) -> TrustRegionState:
+        first = current(initial if bound is None else bound, jnp.int32(0))
+        least, clip = jnp.float32(0), jnp.float32(1)
+        return TrustRegionState(inner.init(params), jnp.int32(0), first, least, clip)
+
+    def adapted(state: TrustRegionState, last: LastStep, back: Array) -> tuple[Array, Array]:
+        """The bound, and the least that slopes may make it."""
+        slope = last.scaled(last.slope)
+        # A bound that was not active cannot have been too small.
+        past = jnp.where(state.clip < 1, slope, jnp.maximum(slope, aim)) - aim
+        followed = jnp.exp(-jnp.where(past > 0, 2, 1) * rate * past)
+        least = jnp.where(back, 0.25, 1) * state.least * state.steps / (state.steps + 1)
+        moved = jnp.clip(state.bound * jnp.where(back, 0.25, followed), *BOUNDS)
+        moved = jnp.maximum(moved, least)
+        return moved, jnp.maximum(least, moved / SLACK)
+
+    def update(updates: Any, state: TrustRegionState, params: Any = None, **extra: Any) -> Any:
+        updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
+        last = optax.tree.get(inner_state, "last")
+        if bound is None:
+            most, least = adapted(state, last, _taken_back("trust_region", extra))
+        else:
+            most, least = current(bound, state.steps), state.least
+        size = last.quadratic / 2
+        clip = jnp.where(size > most, jnp.sqrt(most / jnp.where(size > 0, size, 1)), 1)
+        updates = jax.tree.map(lambda x: clip.astype(x.dtype) * x, updates)
+        return updates, TrustRegionState(inner_state, state.steps + 1, most, least, clip)
+
+    return GradientTransformationExtraArgs(init, update)
+
+
+class Losses(NamedTuple):
+    """The average of the losses so far."""
+
+    number: Array
+    average: Array
+    deviation: Array  # average distance from `average`
+
+    def followed_by(self, loss: Array, takes: Array) -> Losses:
+        """With one more loss where `takes`; the first deviation is a quarter of the loss."""
+        first = self.number == 0
+        share = jnp.where(first, 1, SHARE)
+        distance = jnp.where(first, jnp.abs(loss) / 4, jnp.abs(loss - self.average))
+        average = self.average + share * (loss - self.average)
+        deviation = self.deviation + share * (distance - self.deviation)
+        new = Losses(self.number + 1, average, deviation)
+        return jax.tree.map(lambda new, old: jnp.where(takes, new, old), new, self)
+
+
+class UndoState(NamedTuple):
+    """State of `undo_bad_steps`."""
+
+    inner_state: Any
+    previous: optax.Params  # before the last step
+    taken_back: Array  # number of steps undone
+    may_undo: Array  # whether the last step may be: not if it undid one
+    losses: Losses
+
+
+def undo_bad_steps(inner: GradientTransformation) -> GradientTransformationExtraArgs:
+    """Take a step back if the loss after it is not finite or far above its average.
+
+    `update(grads, state, params, value=value)` is given the loss at `params`; without it no step is
+    undone. A step back also drops the momentum of `optax.ema` and `optax.trace` in the inner state,
+    which sees a gradient of zero and `taken_back=True`. At every step the inner transformation is given
+    the last change of the parameters, `last_step`, by which `adapt_damping` and `trust_region` adapt.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: optax.Params) -> UndoState:
+        # Every array is a new one, because an array can be donated only once.
+        losses = Losses(jnp.int32(0), jnp.float32(0), jnp.float32(0))
+        start, previous = inner.init(params), jax.tree.map(jnp.copy, params)
+        return UndoState(start, previous, jnp.int32(0), jnp.zeros((), bool), losses)
+
+    def update(
+        updates: Any, state: UndoState, params: Any = None, *, value: Any = None, **extra: Any
+    ) -> Any:
+        if params is None:
+            raise ValueError(
+                "`undo_bad_steps` compares parameters, so it needs update(grads, state, params, "
+                "factors=factors). Got no params."
+            )
+        loss = jnp.asarray(jnp.nan if value is None else value, jnp.float32)
+        losses, back = state.losses, jnp.zeros((), bool)
+        if value is not None:
+            far = (loss > losses.average + DEVIATIONS * losses.deviation) | ~jnp.isfinite(loss)
+            back = (losses.number > 0) & far & state.may_undo
+        last_step = jax.tree.map(lambda new, old: new - old, params, state.previous)
+        grads = jax.tree.map(lambda grad: jnp.where(back, 0, grad), updates)
+        extra |= {"last_step": last_step, "taken_back": back}
+        steps, inner_state = inner.update(grads, state.inner_state, params, **extra)
+
+        def without_momentum(part: Any) -> Any:
+            if not isinstance(part, MOMENTA):
+                return part
+            return jax.tree.map(lambda x: jnp.where(back, jnp.zeros_like(x), x), part)
+
+        inner_state = jax.tree.map(
+            without_momentum, inner_state, is_leaf=lambda part: isinstance(part, MOMENTA)
+        )
+        steps = jax.tree.map(
+            lambda step, moved: jnp.where(back, -moved.astype(step.dtype), step), steps, last_step
+        )
+        losses = losses.followed_by(loss, ~back & jnp.isfinite(loss))
+        return steps, UndoState(inner_state, params, state.taken_back + back, ~back, losses)
+
+    return GradientTransformationExtraArgs(init, update)
+
+
+def _taken_back(name: str, extra: dict[str, Any]) -> Array:
+    """Whether the last step was taken back; raises unless an `undo_bad_steps` tells."""
+    if extra.get("last_step") is None:
+        raise ValueError(
+            f"`{name}` adapts to the last step, and got none. Put mj.optim.undo_bad_steps(...) around "
+            "the whole chain, as mj.optim.kfac does."
+        )
+    return jnp.asarray(extra["taken_back"])
+
+
+def current(setting: Number | Schedule | None, count: Array) -> Array:
+    """A number or a schedule at a step."""
+    value: Any = setting(count) if callable(setting) else setting
+    return jnp.asarray(value, jnp.float32)
+
+
+def check_range(
+    name: str, least: float = 0, below: float | None = None, whole: bool = False, **settings: Any
+) -> None:
+    """Raise unless known numbers lie in a range; schedules and traced values are not checked."""
+    for what, value in settings.items():
+        if value is None or callable(value) or isinstance(value, jax.core.Tracer):
+            continue
+        known = np.asarray(value)
+        inside = (known >= least) & (below is None or known < below)
+        if not np.all(inside & (not whole or known == np.round(known))):
+            wanted = f">= {least}" if below is None else f">= {least} and < {below}"
+            raise ValueError(
+                f"`{name}` needs {what} {wanted}{', whole' if whole else ''}. Got {value}."
+            )
