@@ -101,7 +101,7 @@ def _moments(
     own = x.mean is source.mean
     # Nothing is hidden by order where each looks at whom it is seen by, as in a batch of sequences.
     mutual = arrays.is_known(mask) and mask.ndim == 2 and np.array_equal(mask, np.transpose(mask))
-    if own and propagator.pool is None and x.cov.pools:
+    if own and propagator.awaits_pool:
         pool = propagator.pool_read(len(x.mean), mask)
         if pool is not None:
             raise Pooled(pool, True)

@@ -17,6 +17,7 @@ from jax.extend import core
 
 from moment_jax.posterior import Point
 from moment_jax.propagation import arrays
+from moment_jax.propagation.arrays import Moments
 from moment_jax.propagation.errors import LINEARISE, refuse
 from moment_jax.propagation.weights import Weight, affine, overlap
 
@@ -36,7 +37,7 @@ class Node:
     source: Any
     output: int = 0  # index among the results
     index: int = dataclasses.field(default_factory=lambda: next(_count))
-    moments: arrays.Moments | None = None
+    moments: Moments | None = None
     weights: frozenset[Weight] = frozenset()  # on which it depends
     tied: bool = False  # whether an operand is a weight on which another depends
     memory: bool = False  # whether its random operand is taken as independent of all else
@@ -75,7 +76,7 @@ class Node:
 
 
 def given(
-    moments: arrays.Moments, dtype: Any, weights: Iterable[Weight], attended: Iterable[Weight] = ()
+    moments: Moments, dtype: Any, weights: Iterable[Weight], attended: Iterable[Weight] = ()
 ) -> Node:
     """An array of known moments that depends on these weights: an input, or what a loop carries.
 

@@ -17,7 +17,7 @@ from moment_jax.covariance.cross import plus
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.expectations import ElementwiseMoments
 from moment_jax.propagation import arrays
-from moment_jax.propagation.arrays import Base, Moments, Sequence
+from moment_jax.propagation.arrays import Base, Moments, Places, Sequence
 from moment_jax.propagation.errors import refuse, register, shapes, where
 from moment_jax.propagation.graph import Node, is_random, weights_in
 from moment_jax.propagation.propagator import Propagator, rule
@@ -266,7 +266,7 @@ def _assembled(propagator: Propagator, node: Node) -> Moments | None:
 
     # Where each entry is in its array; parts of one array are one part.
     mean: Any = jnp.zeros((), moments[0].mean.dtype)
-    whole: dict[Base, arrays.Places] = {}
+    whole: dict[Base, Places] = {}
     for x, m, end in zip(parts, moments, ends, strict=True):
         if m.places.size == 0:
             continue

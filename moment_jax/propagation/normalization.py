@@ -16,22 +16,11 @@ from moment_jax.layers.ends import softmax
 from moment_jax.layers.norm import normalized
 from moment_jax.layers.params import NormParams
 from moment_jax.posterior import Point
-from moment_jax.propagation import arrays
+from moment_jax.propagation import arrays, regions
+from moment_jax.propagation.arrays import Axes, Moments, Sequence
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.joins import combined
 from moment_jax.propagation.propagator import Propagator, pattern
-from moment_jax.propagation.regions import (
-    BY_ROW,
-    LINEAR,
-    NORM,
-    REDUCTIONS,
-    SOFTMAX,
-    all_uniform,
-    misfit,
-    probe,
-    sources,
-    through_views,
-)
 
 
 class Normalization(NamedTuple):
@@ -43,7 +32,7 @@ class Normalization(NamedTuple):
 
 
 @pattern
-def _by_row(propagator: Propagator, node: Node) -> arrays.Moments | None:
+def _by_row(propagator: Propagator, node: Node) -> Moments | None:
     """Functions of the features: LayerNorm, RMSNorm, softmax, averages."""
     found = _found(node)
     if found is None:
@@ -70,7 +59,7 @@ def _by_row(propagator: Propagator, node: Node) -> arrays.Moments | None:
     return x.changed(mean, cov, node.shape, lambda cross: cross.map_features(kernel))
 
 
-def _found(node: Node) -> tuple[Node, arrays.Axes, arrays.Axes, Any] | None:
+def _found(node: Node) -> tuple[Node, Axes, Axes, Any] | None:
     """The array of which `node` is a function by rows, its other and its reduced axes, and which."""
     found: Any = None
     for source, axes in _reduced_sources(node):
@@ -80,7 +69,7 @@ def _found(node: Node) -> tuple[Node, arrays.Axes, arrays.Axes, Any] | None:
         def fn(x: np.ndarray, source: Node = source, rows: np.ndarray = rows) -> np.ndarray:
             flat = np.empty(x.size)
             flat[rows] = x
-            y = probe(node, source, flat).ravel()
+            y = regions.probe(node, source, flat).ravel()
             return y[rows] if y.size == x.size else y
 
         kind = recognised_rows(fn, rows.shape, source.dtype, partial(_consists, node, source))
@@ -93,31 +82,31 @@ def _found(node: Node) -> tuple[Node, arrays.Axes, arrays.Axes, Any] | None:
 
 
 def _consists(node: Node, source: Node, operations: set[str]) -> bool:
-    return misfit(node, source, operations) is None
+    return regions.misfit(node, source, operations) is None
 
 
-def _log_softmax(x: arrays.Sequence, node: Node) -> arrays.Moments:
+def _log_softmax(x: Sequence, node: Node) -> Moments:
     _, _, mean, cov, weights = logsumexp(x.mean, x.cov)
     centred = jnp.eye(mean.shape[1])[None] - weights[:, :, None]
     return x.changed(mean, cov, node.shape, lambda cross: cross.map_each(centred))
 
 
-def log_probabilities(propagator: Propagator, node: Node) -> arrays.Moments | None:
+def log_probabilities(propagator: Propagator, node: Node) -> Moments | None:
     """Moments of the logarithm of what is a softmax, or a view of one; else None."""
 
-    def of_softmax(n: Node) -> arrays.Moments | None:
+    def of_softmax(n: Node) -> Moments | None:
         found = None if arrays.is_view(n) else _found(n)
         if found is None or found[-1] != "softmax":
             return None
         return _log_softmax(propagator.moments(found[0]).sequence(*found[1:3]), n)
 
-    found: arrays.Moments | None = through_views(node, of_softmax)
+    found: Moments | None = regions.through_views(node, of_softmax)
     return found
 
 
 def _normalized(
-    propagator: Propagator, node: Node, m: arrays.Moments, axes: arrays.Axes, kind: Normalization
-) -> arrays.Moments | None:
+    propagator: Propagator, node: Node, m: Moments, axes: Axes, kind: Normalization
+) -> Moments | None:
     """A normalisation over the features of each token, or over each of some groups of them."""
     tokens, features = m.natural()
     long = {i for i in axes if m.shape[i] > 1}
@@ -148,23 +137,23 @@ def _normalized(
     propagator.note(node, "layer_norm" if kind.centres else "rms_norm", "its input Gaussian")
     places = arrays.ordered(m.shape, tokens, features).reshape(node.shape)
     if len(placed) == 1:
-        return arrays.Moments(placed[0].base, places)
-    return arrays.Moments(combined(propagator, node, placed)[0], places)
+        return Moments(placed[0].base, places)
+    return Moments(combined(propagator, node, placed)[0], places)
 
 
-def _reduced_sources(node: Node) -> Iterator[tuple[Node, arrays.Axes]]:
+def _reduced_sources(node: Node) -> Iterator[tuple[Node, Axes]]:
     """Dominators of the same shape, or reduced to it, with the axes that are reduced in between."""
     if node.op not in ("mul", "div", "sub", "add", "exp", "log"):
         return
     reduced: list[Node] = []
 
     def expandable(n: Node) -> bool:
-        if n.op in REDUCTIONS:
+        if n.op in regions.REDUCTIONS:
             reduced.append(n)
         fixed = n.op in arrays.VIEWS and all(map(arrays.is_known, n.operands[1:]))
-        return n.op in BY_ROW and (fixed or all_uniform(n))
+        return n.op in regions.BY_ROW and (fixed or regions.all_uniform(n))
 
-    for source in sources(node, expandable):
+    for source in regions.sources(node, expandable):
         if not reduced or source.ndim < node.ndim:
             continue
         axes = {tuple(n.params["axes"]) for n in reduced}
@@ -185,7 +174,7 @@ def recognised_rows(
 
     `consists` says whether the function consists of these operations alone.
     """
-    if not consists(SOFTMAX) and not consists(NORM):
+    if not consists(regions.SOFTMAX) and not consists(regions.NORM):
         return None
     precision = jnp.finfo(dtype)
     close = float(np.clip(1e3 * precision.eps, 1e-5, 0.05))
@@ -213,12 +202,12 @@ def recognised_rows(
         return same and bool((np.abs(y - expected).max(1) <= bound * size)[known].all())
 
     size = np.abs(x).max(1)
-    if consists(LINEAR) and y.shape == x.shape:
+    if consists(regions.LINEAR) and y.shape == x.shape:
         first, unit = x[: shape[0]], np.eye(shape[1])[:, None]
         if np.allclose(fn(2 * first), 2 * y[: shape[0]], atol=close * size[: shape[0], None]):
             matrix = np.stack([fn(np.broadcast_to(row, shape))[0] for row in unit])
             return matrix if like(x @ matrix, size * np.abs(matrix).max()) else None
-    if consists(SOFTMAX):
+    if consists(regions.SOFTMAX):
         highest = x.max(1, keepdims=True)
         total = highest + np.log(np.exp(x - highest).sum(1, keepdims=True))
         log = {"log_softmax": x - total, "logsumexp": total}

@@ -15,34 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance import STRUCTURES, Covariance, Separable
+from moment_jax.covariance import STRUCTURES, Covariance, Diagonal, Separable
 from moment_jax.covariance.pool import pool_read
 from moment_jax.posterior import Factorized, Posterior
-from moment_jax.propagation import arrays
-from moment_jax.propagation.errors import (
-    PropagationError,
-    Step,
-    explain,
-    refuse,
-    register,
-    shapes,
-    where,
-)
-from moment_jax.propagation.graph import (
-    Node,
-    Recorder,
-    Repeats,
-    Value,
-    as_floating,
-    given,
-    independent,
-    is_random,
-)
+from moment_jax.propagation import arrays, errors, graph
+from moment_jax.propagation.arrays import Axes, Base, Moments
+from moment_jax.propagation.errors import PropagationError, Step, shapes
+from moment_jax.propagation.graph import Node, Recorder, Value
 from moment_jax.propagation.regions import Receipt, reads, weights_of
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import materialized_inputs
 
-Rule = Callable[[Any, Node], arrays.Moments | None]
+Rule = Callable[[Any, Node], Moments | None]
 
 
 @dataclasses.dataclass(eq=False)
@@ -55,16 +39,15 @@ class Propagator:
     reading: bool = False  # whether that pool is what the output reads
     output: Value = None  # of the function
     steps: dict[Node, Step] = dataclasses.field(default_factory=dict)
-    known: dict[Any, tuple[Any, arrays.Moments]] = dataclasses.field(
-        default_factory=dict
-    )  # if certain
+    known: dict[Any, tuple[Any, Moments]] = dataclasses.field(default_factory=dict)  # if certain
+    looks_ahead: bool = False  # whether all it is for is to find the pool
     unrolls: bool = False  # whether loops are unrolled, for a receipt
-    repeats: Repeats = dataclasses.field(default_factory=dict)  # of certain arrays
+    repeats: graph.Repeats = dataclasses.field(default_factory=dict)  # of certain arrays
     longest: int = 1  # tokens of the longest sequence
-    bases: dict[Any, arrays.Base] = dataclasses.field(default_factory=dict)  # of weights
-    crosses: dict[tuple[arrays.Base, arrays.Base], Any] = dataclasses.field(default_factory=dict)
+    bases: dict[Any, Base] = dataclasses.field(default_factory=dict)  # of weights
+    crosses: dict[tuple[Base, Base], Any] = dataclasses.field(default_factory=dict)
 
-    def run(self, one_pass: Callable[["Propagator"], arrays.Moments]) -> arrays.Moments:
+    def run(self, one_pass: Callable[["Propagator"], Moments]) -> Moments:
         """Moments from one pass, or from another if a mask calls for pooling, or loops have no rule."""
         while True:
             try:
@@ -79,10 +62,15 @@ class Propagator:
             self.known.clear()
             self.bases.clear()
 
+    @property
+    def awaits_pool(self) -> bool:
+        """Whether the first attention is to say what is pooled."""
+        return self.pool is None and (self.looks_ahead or self.structure.pools)
+
     @functools.cached_property
     def reads(self) -> np.ndarray | None:
         """How much of each entry of the last attention the output reads."""
-        return reads(self.output)
+        return reads(self.output) if isinstance(self.output, Node) else None
 
     def pool_read(self, t: int, mask: Array | None) -> Array | None:
         """The pool of sequences of T tokens for what the output reads of them; None if that is even.
@@ -100,25 +88,25 @@ class Propagator:
             return None
         return pool_read(jnp.asarray([*uneven, *each][0], float), mask)
 
-    def moments(self, value: Value) -> arrays.Moments:
+    def moments(self, value: Value) -> Moments:
         """Moments of a node, a weight or a certain array."""
         if isinstance(value, Weight):
             # Views of the same entries are views of one array.
             key = id(value.posterior), np.unique(value.places).tobytes()
             if key not in self.bases:
                 self.bases[key] = value.base(self.structure, self.landmarks)
-            return arrays.Moments(self.bases[key], value.places)
+            return Moments(self.bases[key], value.places)
         if not isinstance(value, Node):
             return self.certain(value, arrays.by_last_axis(np.ndim(value))[1])
         if value.moments is None:
             value.moments = self._resolved(value)
         return value.moments
 
-    def certain(self, array: Any, features: arrays.Axes) -> arrays.Moments:
+    def certain(self, array: Any, features: Axes) -> Moments:
         """Moments of a certain array, as a sequence with these feature axes."""
         key = (id(array), features)
         if key not in self.known:
-            x = as_floating(array)
+            x = graph.as_floating(array)
             tokens = tuple(i for i in range(x.ndim) if i not in features)
             mean = arrays.as_rows(x, tokens, features)
             cov = self.structure.zeros(mean.shape, mean.dtype, self.landmarks)
@@ -126,7 +114,7 @@ class Propagator:
             self.known[key] = array, self.pooled(found)  # kept, so that no id is reused
         return self.known[key][1]
 
-    def pooled(self, found: arrays.Moments) -> arrays.Moments:
+    def pooled(self, found: Moments) -> Moments:
         """The same moments, pooled over the mask's tokens if the sequence has the mask's length."""
         cov: Any = found.cov
         fits = self.pool is not None and cov.shape[:1] == self.pool.shape
@@ -136,9 +124,11 @@ class Propagator:
 
     def note(self, node: Node, rule: str, assumes: str = "") -> None:
         """Add an operation to the receipt."""
-        self.steps[node] = Step(node.op, rule, assumes, where(node.source), tuple(node.shape))
+        self.steps[node] = Step(
+            node.op, rule, assumes, errors.where(node.source), tuple(node.shape)
+        )
 
-    def _resolved(self, node: Node) -> arrays.Moments:
+    def _resolved(self, node: Node) -> Moments:
         for rule in (*_REGISTERED[node.op], *PATTERNS, *RULES[node.op]):
             found = rule(self, node)
             if found is not None:
@@ -148,9 +138,13 @@ class Propagator:
                     found.base.cov = found.cov.at_landmarks(self.landmarks)
                     self.pooled(found)
                 return found
-        shared = "" if independent(*node.operands) else ", which have a random array in common"
+        shared = (
+            "" if graph.independent(*node.operands) else ", which have a random array in common"
+        )
         what = f"`{node.op}` of random {shapes(node.operands)}{shared}"
-        raise refuse(what, node.source, f"No rule or pattern covers it. {register(node)}")
+        raise errors.refuse(
+            what, node.source, f"No rule or pattern covers it. {errors.register(node)}"
+        )
 
 
 class Pooled(Exception):  # noqa: N818 (control flow, not an error)
@@ -204,11 +198,11 @@ def propagation_rule(primitive: str) -> Callable[[Callable[..., tuple[Array, Any
         )
 
     def enter(function: Callable[..., tuple[Array, Any]]) -> Any:
-        def applied(propagator: Propagator, node: Node) -> arrays.Moments:
+        def applied(propagator: Propagator, node: Node) -> Moments:
             operands = list(node.operands)
-            first = operands.pop(next(i for i, x in enumerate(operands) if is_random(x)))
+            first = operands.pop(next(i for i, x in enumerate(operands) if graph.is_random(x)))
             x = propagator.moments(first).sequence()
-            others = [propagator.moments(y).array() if is_random(y) else y for y in operands]
+            others = [propagator.moments(y).array() if graph.is_random(y) else y for y in operands]
             mean, cov = function(x.mean, x.cov, *others, **node.params)
             propagator.note(node, getattr(function, "__name__", "a rule"), "registered")
             return x.changed(mean, cov, node.shape, None)
@@ -313,7 +307,7 @@ def _run(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[Arr
     try:
         traced = jax.make_jaxpr(fn)(at, *means)
     except Exception as error:
-        explain("propagate", fn, at, means, error)
+        errors.explain("propagate", fn, at, means, error)
         raise
     leaves = jax.tree.leaves(params, is_leaf=is_belief)
     leaves += jax.tree.leaves(inputs, is_leaf=is_random_input)
@@ -328,12 +322,17 @@ def _run(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[Arr
             return Weight.of(x)
         return _random(propagator, *x) if is_random_input(x) else jnp.asarray(x)
 
-    def one_pass(propagator: Propagator) -> arrays.Moments:
+    def record(propagator: Propagator) -> None:
         arguments = [argument(x) for x in leaves]
         recorder = Recorder(propagator.repeats, unrolls=propagator.unrolls)
         (propagator.output,) = recorder.run(traced.jaxpr, traced.consts, arguments)
+
+    def one_pass(propagator: Propagator) -> Moments:
+        record(propagator)
         return propagator.moments(propagator.output)
 
+    if propagator.awaits_pool and not any(map(is_random_input, leaves)):
+        _look_ahead(propagator, record)
     m = propagator.run(one_pass)
     if propagator.landmarks is not None and propagator.landmarks > propagator.longest:
         raise ValueError(
@@ -342,6 +341,19 @@ def _run(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[Arr
         )
     found = m.sequence(*arrays.by_last_axis(m.ndim))
     return found.mean, found.cov
+
+
+def _look_ahead(propagator: Propagator, record: Callable[[Propagator], None]) -> None:
+    """Find the pool by a pass in `Diagonal`, which takes a small part of a restarted one's time."""
+    ahead = Propagator(Diagonal, looks_ahead=True, repeats=propagator.repeats)
+    try:
+        record(ahead)
+        if ahead.reads is not None:
+            ahead.moments(ahead.output)
+    except Pooled as found:
+        propagator.pool, propagator.reading = found.args
+    except PropagationError:  # the pass itself tells
+        pass
 
 
 def _random(propagator: Propagator, mean: Any, cov: Any) -> Node:
@@ -356,14 +368,14 @@ def _random(propagator: Propagator, mean: Any, cov: Any) -> Node:
         )
     own = Weight.of(Factorized(rows, jnp.zeros_like(rows)))
     moments = propagator.pooled(arrays.made(rows, cov, arrays.ordered(np.shape(mean), *axes)))
-    return given(moments, rows.dtype, [own])
+    return graph.given(moments, rows.dtype, [own])
 
 
-_SHARED = "landmarks", "pool", "reading", "output"
+_SHARED = "landmarks", "pool", "reading", "looks_ahead", "output"
 
 
 @rule("loop")
-def _loop(propagator: Propagator, node: Node) -> arrays.Moments:
+def _loop(propagator: Propagator, node: Node) -> Moments:
     """The body's moments by one `lax.scan` over (mean, cov), or recomputed in the backward pass.
 
     The body is propagated as anything else, with rows of the stacks in place of the weights. What it
@@ -375,9 +387,7 @@ def _loop(propagator: Propagator, node: Node) -> arrays.Moments:
     axes = (m := propagator.moments(start)).natural()
     x = m.sequence(*axes)
     stacked = range(carry + 1, len(operands)) if length is not None else range(0)
-    rows = {
-        i: v.posterior if isinstance(v := operands[i], Weight) else v for i in stacked
-    }  # of weights their beliefs
+    rows = {i: v.posterior if isinstance(v := operands[i], Weight) else v for i in stacked}
 
     def body(mean: Array, cov: Any, rows: dict[int, Any]) -> tuple[Array, Any]:
         shared = {name: getattr(propagator, name) for name in _SHARED}
@@ -386,15 +396,14 @@ def _loop(propagator: Propagator, node: Node) -> arrays.Moments:
 
         def argument(i: int, value: Any) -> Any:
             if i == carry:
-                found = arrays.made(
-                    mean, _pooled_alike(inner, cov), arrays.ordered(start.shape, *axes)
-                )
+                places = arrays.ordered(start.shape, *axes)
+                found = arrays.made(mean, _pooled_alike(inner, cov), places)
                 own = frozenset(weights_of(start, []))
-                return given(found, start.dtype, own, start.weights - own)
+                return graph.given(found, start.dtype, own, start.weights - own)
             if isinstance(value, Node):
                 known = propagator.moments(value)
-                known = arrays.Moments(arrays.Base(known.mean, known.cov, ()), known.places)
-                return given(known, value.dtype, value.weights)
+                known = Moments(Base(known.mean, known.cov, ()), known.places)
+                return graph.given(known, value.dtype, value.weights)
             if i not in rows:
                 return value
             if not isinstance(value, Weight):
@@ -406,26 +415,24 @@ def _loop(propagator: Propagator, node: Node) -> arrays.Moments:
         y = inner.moments(out).sequence(*axes)
         form: Any = jax.tree.structure(cov)
         if jax.tree.structure(y.cov) != form:
-            raise refuse("a loop that changes what is kept of a covariance", node.source, "")
+            raise errors.refuse("a loop that changes what is kept of a covariance", node.source, "")
         return jax.tree.map(lambda new, old: new.astype(old.dtype), (y.mean, y.cov), (mean, cov))
 
     at = x.mean, _pooled_alike(propagator, x.cov)
     if length is not None:
         propagator.note(node, "loop", "steps independent")
-        (mean, cov), _ = jax.lax.scan(
-            lambda at, rows: (body(*at, rows), None),
-            at,
-            rows,
-            length,
-            unroll=p["options"]["unroll"],
-        )
-        return arrays.Moments(arrays.Base(mean, cov, None), arrays.ordered(node.shape, *axes))
-    options = {name: p["options"][name] for name in ("policy", "prevent_cse")}
-    try:
-        mean, cov = jax.checkpoint(body, **options)(*at, {})
-    except Pooled:  # with an array of the checkpoint's own: say it again outside
-        mean, cov = body(*at, {})
-    return arrays.Moments(arrays.Base(mean, cov, None), arrays.ordered(node.shape, *axes))
+
+        def step(at: tuple[Array, Any], rows: dict[int, Any]) -> tuple[Any, None]:
+            return body(*at, rows), None
+
+        (mean, cov), _ = jax.lax.scan(step, at, rows, length, unroll=p["options"]["unroll"])
+    else:
+        options = {name: p["options"][name] for name in ("policy", "prevent_cse")}
+        try:
+            mean, cov = jax.checkpoint(body, **options)(*at, {})
+        except Pooled:  # with an array of the checkpoint's own: say it again outside
+            mean, cov = body(*at, {})
+    return Moments(Base(mean, cov, None), arrays.ordered(node.shape, *axes))
 
 
 def _pooled_alike(propagator: Propagator, cov: Any) -> Any:

@@ -14,6 +14,7 @@ from jax import Array
 
 from moment_jax.posterior import Point
 from moment_jax.propagation import arrays
+from moment_jax.propagation.arrays import Axes, Moments
 from moment_jax.propagation.errors import Steps
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.weights import Weight, overlap
@@ -356,7 +357,7 @@ class Stage:
     def moments(self, mean: Array, cov: Any) -> tuple[Array, Any]:
         """Moments of the end, given those of the start as a sequence."""
 
-        def one_pass(propagator: Any) -> arrays.Moments:
+        def one_pass(propagator: Any) -> Moments:
             for node in self.inner:
                 node.moments = None
             if self.start is not None:
@@ -392,6 +393,6 @@ class Stage:
         return arrays.as_rows(end, *self.axes[self.end])
 
 
-def _axes(node: Node) -> tuple[arrays.Axes, arrays.Axes]:
+def _axes(node: Node) -> tuple[Axes, Axes]:
     """The token and feature axes that the pass used."""
     return arrays.by_last_axis(node.ndim) if node.moments is None else node.moments.natural()

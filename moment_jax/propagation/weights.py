@@ -21,6 +21,7 @@ from moment_jax.posterior import (
     Posterior,
 )
 from moment_jax.propagation import arrays
+from moment_jax.propagation.arrays import Axes, Base
 from moment_jax.propagation.errors import explain
 
 
@@ -81,7 +82,7 @@ class Weight(arrays.View):
         same = self.posterior is other.posterior
         return entrywise and same and not np.intersect1d(self.places, other.places).size
 
-    def vector(self, axes: arrays.Axes) -> Posterior | None:
+    def vector(self, axes: Axes) -> Posterior | None:
         """The belief about a vector along these axes, if the view is constant along all others."""
         rest = tuple(i for i in range(self.ndim) if i not in axes)
         rows = arrays.as_rows(self.places, rest, axes)
@@ -107,7 +108,7 @@ class Weight(arrays.View):
         moved = Weight.of(Factorized(mean, variance))
         return dataclasses.replace(moved, root=self.origin, rows=self.rows)
 
-    def base(self, structure: type[Covariance], landmarks: int | None) -> arrays.Base:
+    def base(self, structure: type[Covariance], landmarks: int | None) -> Base:
         """The belief's whole array as a random sequence."""
         posterior = self.posterior
         mean = jnp.reshape(posterior.mean, (-1, (posterior.shape or (1,))[-1]))
@@ -119,7 +120,7 @@ class Weight(arrays.View):
             cov = structure.project(posterior.dense_cov())
         else:
             cov = structure.independent(jnp.reshape(posterior.marginal_variance(), mean.shape))
-        return arrays.Base(mean, cov.at_landmarks(landmarks), (), self)
+        return Base(mean, cov.at_landmarks(landmarks), (), self)
 
 
 def overlap(left: Iterable[Weight], right: Iterable[Weight]) -> bool:
