@@ -49,6 +49,7 @@ class Task:
       num_steps: number of updates.
       validate: model -> a score to minimise, by which the best parameters are kept
       wrt: an NNX filter of the variables that are trained.
+      settings: those that a checkpoint has to agree with, beside the seed and the number of updates.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Task:
     num_steps: int
     validate: Callable[[Any], Array] | None = None
     wrt: Any = nnx.Param
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def start(self, model: nnx.Module) -> tuple[mj.inference.Training, Any]:
         """The loop, and the state before the first update."""
@@ -130,13 +132,16 @@ def _score(training: Any, validate: Callable[[Any], Array], state: Any) -> Array
 
 
 def fit_saved(
-    task: Task, model: nnx.Module, args: argparse.Namespace, name: str, settings: dict[str, Any],
-    seed: int, *more: Any,
+    task: Task, model: nnx.Module, args: argparse.Namespace, folder: str, seed: int, *more: Any,
+    add: int = 1,
 ) -> Fitted:  # fmt: skip
-    """`fit` with checkpoints in a folder `name` below --out, as --resume says; `more`: its arguments."""
-    settings = {"seed": args.seed, **settings}
-    with Checkpoints(args.out / "checkpoints" / name, settings, resume=args.resume) as store:
-        return fit(task, model, jax.random.key(seed), store, *more)
+    """`fit` with checkpoints in a folder below --out, as --resume says.
+
+    The random key is that of `seed + add`; `more` are further arguments of `fit`.
+    """
+    settings = {"seed": seed, "num_steps": task.num_steps, **task.settings}
+    with Checkpoints(args.out / "checkpoints" / folder, settings, resume=args.resume) as store:
+        return fit(task, model, jax.random.key(seed + add), store, *more)
 
 
 def together(fits: Sequence[Callable[[StopRequest], T]]) -> list[T]:
