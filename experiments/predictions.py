@@ -76,11 +76,11 @@ def sampled(model: mj.Bayesian, images: np.ndarray, keys: Array) -> Prediction:
 def scores(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """Accuracy, negative log-likelihood (nats), Brier score and expected calibration error."""
     given, truth = jnp.asarray(probabilities), jnp.asarray(labels)
-    objectives = mj.objectives
+    objectives, one_hot = mj.objectives, np.eye(probabilities.shape[1])[labels]
     return {
         "accuracy": float(objectives.accuracy(given, truth)),
         "nll": float(objectives.negative_log_likelihood(given, truth)),
-        "brier": float(objectives.brier_score(given, truth)),
+        "brier": float(np.mean(np.sum((probabilities - one_hot) ** 2, axis=1))),
         "ece": float(objectives.expected_calibration_error(given, truth)),
     }
 

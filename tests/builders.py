@@ -26,17 +26,15 @@ from moment_jax.posterior import (
     Factorized,
     FullNormal,
     KroneckerEigen,
-    MatrixNormal,
     OutputShared,
     Point,
     Posterior,
-    Reshaped,
 )
 
 Array = jax.Array
 
 ALL_STRUCTURES = list(STRUCTURES.values())
-KERNEL_FAMILIES = [Point, Factorized, OutputShared, MatrixNormal, KroneckerEigen, FullNormal]
+KERNEL_FAMILIES = [Point, Factorized, OutputShared, KroneckerEigen, FullNormal]
 VECTOR_FAMILIES = [Point, Factorized, FullNormal]
 
 
@@ -93,7 +91,7 @@ def define_pairs() -> type[Covariance]:
         num_axes = 4
 
         @classmethod
-        def zeros(cls, shape, dtype=jnp.float32):
+        def zeros(cls, shape, dtype=jnp.float32, landmarks=None):
             return cls(jnp.zeros(2 * shape, dtype))
 
         @classmethod
@@ -121,7 +119,6 @@ def random_kernel(
         Point: lambda: (),
         Factorized: lambda: (size * random.uniform(0.2, 1, shape),),
         OutputShared: lambda: (size * random.uniform(0.2, 1, columns),),
-        MatrixNormal: lambda: (size * _psd(random, rows), _psd(random, columns)),
         KroneckerEigen: lambda: (
             *(np.linalg.qr(random.normal(size=(n, n)))[0] for n in shape),
             size * random.uniform(0.2, 1, shape),
@@ -209,9 +206,10 @@ def tiny_vision(**options: Any) -> VisionTransformer:
 
 def in_shape(leaf: Any, shape: tuple[int, ...]) -> Any:
     """An array or a belief in another shape."""
-    leaf = leaf.belief if isinstance(leaf, Reshaped) else leaf
-    if isinstance(leaf, Posterior) and not isinstance(leaf, Point | Factorized):
-        return leaf if leaf.shape == shape else Reshaped(leaf, shape)
+    if isinstance(leaf, OutputShared | KroneckerEigen):
+        return dataclasses.replace(leaf, mean=leaf.mean.reshape(shape))
+    if isinstance(leaf, FullNormal):
+        return FullNormal(leaf.mean.reshape(shape), leaf.cov.reshape(2 * shape))
     return jax.tree.map(lambda a: a.reshape(shape), leaf)
 
 

@@ -11,13 +11,22 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
     "xla": set(),
-    "covariance": {"xla"},
-    "expectations": {"xla", "covariance"},
-    "posterior": {"xla", "covariance"},
+    "linalg": {"xla"},
+    "covariance": {"xla", "linalg"},
+    "expectations": {"xla", "linalg", "covariance"},
+    "posterior": {"xla", "linalg", "covariance"},
     "layers": {"xla", "covariance", "expectations", "posterior"},
     "propagation": {"xla", "covariance", "expectations", "posterior", "layers"},
-    "objectives": {"xla", "covariance", "expectations", "posterior"},
-    "reference": {"xla", "covariance", "posterior", "layers", "propagation", "objectives"},
+    "objectives": {"xla", "linalg", "covariance", "expectations", "posterior"},
+    "reference": {
+        "xla",
+        "linalg",
+        "covariance",
+        "posterior",
+        "layers",
+        "propagation",
+        "objectives",
+    },
     "discrete": {"xla", "covariance", "expectations", "layers", "objectives"},
     "decoding": {"covariance", "objectives", "discrete"},
     "nn": {
@@ -30,9 +39,9 @@ MAY_IMPORT = {
         "objectives",
         "discrete",
     },
-    "brownian": {"xla", "covariance", "expectations"},
+    "brownian": {"xla", "linalg", "covariance"},
     # optim taps the inputs of Flax's layers and of those in nn, so it stands above nn.
-    "optim": {"xla", "posterior", "layers", "nn"},
+    "optim": {"xla", "linalg", "posterior", "layers", "nn"},
     "parallel": {"covariance"},
     "inference": {"covariance", "posterior", "propagation", "objectives", "nn", "optim"},
 }

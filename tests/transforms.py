@@ -36,7 +36,7 @@ LAYERS = {
     "layer_norm": lambda m, c, given: mj.layer_norm(m, c, given.block.norm1, order=given.order),
     "mean_pool": lambda m, c, given: mj.mean_pool(m, c, given.seen),
     "feed_forward": lambda m, c, given: mj.feed_forward(
-        m, c, given.block.feed_forward, activation=mj.gelu
+        m, c, given.block.feed_forward, activation="gelu"
     ),
     "attention": lambda m, c, given: mj.attention(
         m, c, given.block.attention, num_heads=2, order=given.order, mask=given.mask

@@ -42,7 +42,7 @@ def task(
         mean, variance, truth = found.mean[..., 0], found.variance[..., 0], judged.correction
         # As the forecasts will be: with the one factor that fits this part, see `calibration`.
         variance = variance * jnp.mean((truth - mean) ** 2 / variance)
-        return mj.objectives.gaussian_negative_log_likelihood(truth, mean=mean, variance=variance)
+        return -jnp.mean(jax.scipy.stats.norm.logpdf(truth, mean, jnp.sqrt(variance)))
 
     optimizer = clipped_adam(LEARNING_RATE, num_steps)
     return Task("Bayesian Transformer", loss, optimizer, num_steps, validate)

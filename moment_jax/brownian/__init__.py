@@ -4,19 +4,23 @@ The statements are exact for identity projections on the sphere. `python -m expe
 measures how far a model is from that.
 """
 
-from moment_jax.brownian.diffusion import DiffusionMap, diffusion_map
 from moment_jax.brownian.ito_formula import ito
 from moment_jax.brownian.kernels import (
     attention_scores,
     gaussian_kernel,
     row_normalize,
+    sphere_dot,
+    squared_distances,
+    to_sphere,
     transition_matrix,
 )
-from moment_jax.brownian.krylov import Eigenpairs
 from moment_jax.brownian.markov import (
     ChainClasses,
+    DiffusionMap,
+    Eigenpairs,
     chain_classes,
     detailed_balance_gap,
+    diffusion_map,
     eigenpairs,
     entropy_rate,
     mixing_time,
@@ -24,29 +28,18 @@ from moment_jax.brownian.markov import (
     stationary,
 )
 from moment_jax.brownian.paths import (
-    brownian_bridge,
     brownian_increments,
     brownian_path,
     euler_maruyama,
     heat_step,
-    milstein,
     quadratic_variation,
-)
-from moment_jax.brownian.sphere import (
-    SphereGap,
-    sphere_dot,
-    sphere_gap,
-    squared_distances,
-    to_sphere,
 )
 
 __all__ = [
     "ChainClasses",
     "DiffusionMap",
     "Eigenpairs",
-    "SphereGap",
     "attention_scores",
-    "brownian_bridge",
     "brownian_increments",
     "brownian_path",
     "chain_classes",
@@ -58,13 +51,11 @@ __all__ = [
     "gaussian_kernel",
     "heat_step",
     "ito",
-    "milstein",
     "mixing_time",
     "quadratic_variation",
     "row_normalize",
     "spectral_gap",
     "sphere_dot",
-    "sphere_gap",
     "squared_distances",
     "stationary",
     "to_sphere",

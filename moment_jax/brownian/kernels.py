@@ -1,4 +1,4 @@
-"""Kernels between tokens, and attention as a row-normalised kernel."""
+"""LayerNorm as a map onto a sphere; kernels between tokens, attention as a row-normalised one."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,67 @@ import numpy as np
 from jax import Array
 
 from moment_jax.brownian.checks import check_points, check_positive
-from moment_jax.brownian.sphere import squared_distances
+
+
+def to_sphere(x: Array, *, epsilon: float = 0.0) -> Array:
+    """LayerNorm without gain and bias: maps to the sphere of radius sqrt(D) with features summing to 0.
+
+    With epsilon > 0, as in every implementation, a token whose features have variance v is mapped inside
+    the sphere, to radius sqrt(D v / (v + epsilon)).
+
+    Args:
+      x: tokens, (..., D) with D at least 2.
+      epsilon: added to the variance.
+
+    Returns:
+      (..., D); a token with equal features has no direction and is mapped to the origin.
+
+    Raises:
+      ValueError: if D is below 2 or epsilon negative.
+
+    Source: The Brownian motion in the Transformer, Eq. 11 and section 3.1.
+
+    >>> import jax.numpy as jnp
+    >>> print(to_sphere(jnp.array([[3.0, 5.0, 3.0, 5.0]])))
+    [[-1.  1. -1.  1.]]
+    """
+    if x.ndim < 1 or x.shape[-1] < 2 or epsilon < 0:
+        raise ValueError(
+            "`to_sphere` needs tokens (..., D) with D >= 2 and epsilon >= 0. Got "
+            f"{tuple(x.shape)} and {epsilon}."
+        )
+    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    spread = jnp.mean(centred**2, axis=-1, keepdims=True) + epsilon
+    positive = spread > 0
+    return centred * jnp.where(positive, jax.lax.rsqrt(jnp.where(positive, spread, 1)), 0)
+
+
+def squared_distances(x: Array, y: Array) -> Array:
+    """|x_i - y_j|^2 for points (T, D) and (S, D): (T, S), never negative.
+
+    Computed from norms and dot products, relative to the mean of y to reduce cancellation.
+    """
+    centre = jnp.mean(y, axis=0, keepdims=True)
+    x, y = x - centre, y - centre
+    rows = jnp.sum(x**2, axis=1)[:, None] + jnp.sum(y**2, axis=1)[None, :]
+    return jnp.maximum(rows - 2 * x @ y.T, 0)
+
+
+def sphere_dot(x: Array, y: Array) -> Array:
+    """Dot products of points on the sphere of radius sqrt(D), from their distances: (2 D - d^2)/2.
+
+    Equal to x @ y.T if all |x_i|^2 = |y_j|^2 = D; otherwise off by (2 D - |x_i|^2 - |y_j|^2)/2.
+
+    Args:
+      x: (T, D).
+      y: (S, D).
+
+    Returns:
+      (T, S).
+
+    Source: The Brownian motion in the Transformer, Eq. 12.
+    """
+    return (2 * x.shape[1] - squared_distances(x, y)) / 2
 
 
 def gaussian_kernel(x: Array, y: Array, *, bandwidth: float | Array | None = None) -> Array:

@@ -1,4 +1,4 @@
-"""Brownian paths, stochastic differential equations (Euler-Maruyama, Milstein), the heat equation."""
+"""Brownian paths, stochastic differential equations (Euler-Maruyama), the heat equation."""
 
 from collections.abc import Callable
 
@@ -37,24 +37,6 @@ def brownian_path(increments: Array) -> Array:
     return jnp.concatenate([jnp.zeros_like(increments[:1]), jnp.cumsum(increments, axis=0)])
 
 
-def brownian_bridge(path: Array, end: Array | float = 0.0) -> Array:
-    """Tie the path (steps + 1, ...) to `end`: B_t - (t/T) (B_T - end), a bridge from B_0.
-
-    For a Brownian path with equal steps this is Brownian motion given B_T = end, with mean t/T end and
-    covariance s (T - t) / T for s <= t.
-
-    Raises:
-      ValueError: if the path has no step.
-    """
-    if path.ndim < 1 or path.shape[0] < 2:
-        raise ValueError(
-            f"`brownian_bridge` needs a path (steps + 1, ...). Got {tuple(path.shape)}."
-        )
-    part = jnp.linspace(0, 1, path.shape[0], dtype=path.dtype)
-    part = part.reshape(-1, *(1,) * (path.ndim - 1))
-    return path - part * (path[-1:] - jnp.asarray(end, path.dtype))
-
-
 def quadratic_variation(path: Array) -> Array:
     """Running sum of squared steps, in the shape of the path; converges to t for Brownian motion.
 
@@ -85,53 +67,17 @@ def euler_maruyama(
       ValueError: if dt is not positive.
     """
     check_positive("euler_maruyama", "dt", dt)
-
-    def step(t: Array, x: Array, noise: Array) -> Array:
-        spread = jnp.asarray(diffusion(t, x))
-        push = spread @ noise if spread.ndim == x.ndim + 1 else spread * noise
-        return x + drift(t, x) * dt + push
-
-    return _solve(step, start, increments, dt)
-
-
-def milstein(
-    drift: Coefficient, diffusion: Coefficient, start: Array, increments: Array, *, dt: float
-) -> Array:
-    """`euler_maruyama` with Milstein's term b b_x (dB^2 - dt)/2: strong order 1.
-
-    For diagonal noise: b(t, x) has the shape of x, each entry has its own motion, and b's entry depends
-    on that entry of x alone. A jvp computes b_x. Arguments and result are those of `euler_maruyama`.
-
-    Raises:
-      ValueError: if dt is not positive, or b is not of the shape of x.
-    """
-    check_positive("milstein", "dt", dt)
-
-    def step(t: Array, x: Array, noise: Array) -> Array:
-        spread = jnp.asarray(diffusion(t, x))
-        if spread.shape != x.shape:
-            raise ValueError(
-                f"`milstein` needs a diffusion of the shape of x, {tuple(x.shape)}: one motion per "
-                f"entry. Got {tuple(spread.shape)}. For shared motions use `euler_maruyama`."
-            )
-        _, slope = jax.jvp(lambda y: jnp.asarray(diffusion(t, y)), (x,), (spread,))
-        return x + drift(t, x) * dt + spread * noise + slope * (noise**2 - dt) / 2
-
-    return _solve(step, start, increments, dt)
-
-
-def _solve(
-    step: Callable[[Array, Array, Array], Array], start: Array, increments: Array, dt: float
-) -> Array:
     first = jnp.asarray(start, increments.dtype)
     times = dt * jnp.arange(increments.shape[0], dtype=increments.dtype)
 
-    def advance(x: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
-        new = step(now[0], x, now[1]).astype(x.dtype)
+    def step(x: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
+        t, noise = now
+        spread = jnp.asarray(diffusion(t, x))
+        push = spread @ noise if spread.ndim == x.ndim + 1 else spread * noise
+        new = (x + drift(t, x) * dt + push).astype(x.dtype)
         return new, new
 
-    _, path = jax.lax.scan(advance, first, (times, increments))
-    return jnp.concatenate([first[None], path])
+    return jnp.concatenate([first[None], jax.lax.scan(step, first, (times, increments))[1]])
 
 
 def heat_step(density: Array, *, diffusivity: float, dx: float, dt: float) -> Array:

@@ -8,11 +8,10 @@
 | a subclass of yours | what its `project` keeps | |
 """
 
-from moment_jax.covariance.base import Covariance
+from moment_jax.covariance.base import Covariance, Moments
 from moment_jax.covariance.diagonal import Diagonal
 from moment_jax.covariance.fields import register_fields
 from moment_jax.covariance.full import Full
-from moment_jax.covariance.moments import Moments
 from moment_jax.covariance.separable import Separable
 
 STRUCTURES: dict[str, type[Covariance]] = {

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import abc
 import functools
+import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from moment_jax.covariance.cross import Cross
@@ -93,6 +95,9 @@ class Covariance(abc.ABC):
     """
 
     num_axes: ClassVar[int] = 2  # axes of the first field, without a batch
+    pools: ClassVar[bool] = False  # whether masked tokens must be kept out of a sum: see `seen_by`
+    entrywise: ClassVar[bool] = False  # whether entries have no covariance with each other
+    exact: ClassVar[bool] = False  # whether every covariance is its own projection
     # For sharding: each field's feature axis.
     feature_axes: ClassVar[Mapping[str, int]] = {}
 
@@ -124,8 +129,17 @@ class Covariance(abc.ABC):
     # -- constructors and queries -----------------------------------------------------------------
 
     @classmethod
-    def zeros(cls, shape: tuple[int, int], dtype: jnp.dtype | type = jnp.float32) -> Self:
-        """Covariance of a constant array of this (T, D) shape."""
+    def zeros(
+        cls,
+        shape: tuple[int, ...],
+        dtype: jnp.dtype | type = jnp.float32,
+        landmarks: int | None = None,
+    ) -> Self:
+        """Covariance of a constant array of this (T, D) shape.
+
+        `landmarks` is for structures that keep what tokens share at some tokens alone: see `Separable`.
+        """
+        del landmarks
         return cls.project(jnp.zeros(2 * sequence_shape(cls, shape), dtype))
 
     @classmethod
@@ -181,6 +195,35 @@ class Covariance(abc.ABC):
         del count
         return self
 
+    # -- attention's masks --------------------------------------------------------------------------
+
+    def seen_by(self, mask: Array | None, *, memory: bool = False) -> Self:
+        """The covariance of keys with which a mask's unseen tokens influence no other.
+
+        Only a structure that holds a sum over tokens has to change: see `Separable.pooled`.
+
+        Args:
+          mask: (T, S), (1, S) or (H, T, S) boolean, True where a query may look; None for no mask.
+          memory: whether the keys come from another sequence than the queries.
+        """
+        del mask, memory
+        return self
+
+    def pooled(self, pool: Array) -> Self:
+        """The same covariance, what it holds of a sum over tokens from now on that of sum_t pool_t x_t.
+
+        Tokens of weight zero (padding, or later ones) then have no influence on the others.
+
+        Raises:
+          ValueError: if there is not one weight for each token.
+        """
+        del pool
+        return self
+
+    def check_mask(self, call: str, mask: Array) -> None:
+        """Raise if keys of this covariance cannot be told apart as attention's mask asks."""
+        del call, mask
+
     # -- linear maps ------------------------------------------------------------------------------
 
     def rescale(self, factor: Array) -> Self:
@@ -198,6 +241,13 @@ class Covariance(abc.ABC):
     def map_each(self, kernels: Array) -> Self:
         """Covariance of x_t @ kernels_t, each token with a kernel of its own, (T, D, O)."""
         return self.projected(self.full().map_each(kernels).cov)
+
+    def entries(self, places: np.ndarray) -> Self:
+        """Covariance of the (U, O) array of these entries of the flat x; -1 stands for zeros."""
+        flat, size = places.ravel(), math.prod(self.shape)
+        dense = self.to_dense().reshape(size, size)[flat][:, flat]
+        known = (flat >= 0)[:, None] & (flat >= 0)[None]
+        return self.project(jnp.where(known, dense, 0).reshape(2 * places.shape))
 
     def add(self, *others: Self) -> Self:
         """Covariance of the sum of independent arrays."""
@@ -269,6 +319,38 @@ class Covariance(abc.ABC):
         if cross is not None:
             dense = dense + cross.cov * cross.T.cov
         return self.projected(dense)
+
+
+class Moments(NamedTuple):
+    """Mean and covariance of an array of any shape, such as the outputs (B, ..., C) of a batch.
+
+    A pair that unpacks, `mean, cov = model(x)`, and a pytree. `cov` is a structure: that of each
+    example's output as a sequence (T, C), with the batch axes leading in its fields. The properties have
+    the mean's shape.
+
+    >>> import jax.numpy as jnp, moment_jax as mj
+    >>> moments = mj.Moments(jnp.zeros((5, 2)), mj.Diagonal(jnp.full((5, 1, 2), 4.0)))
+    >>> moments.sd.shape, moments.features.shape
+    ((5, 2), (5, 2, 2))
+    """
+
+    mean: Array
+    cov: Any
+
+    @property
+    def variance(self) -> Array:
+        """The variance of each entry, in the mean's shape."""
+        return self.cov.variance().reshape(self.mean.shape)
+
+    @property
+    def sd(self) -> Array:
+        """The standard deviation of each entry, in the mean's shape."""
+        return self.cov.sd().reshape(self.mean.shape)
+
+    @property
+    def features(self) -> Array:
+        """The covariance of the last axis at each place, (..., C, C) for a mean (..., C)."""
+        return self.cov.token_blocks().reshape(*self.mean.shape, -1)
 
 
 def check_dense(dense: Array) -> None:

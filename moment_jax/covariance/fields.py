@@ -104,18 +104,14 @@ def check_variances(call: str, array: Any, axes: str = "") -> None:
 
     With `axes`, such as "ij" for (..., n, n) matrices, the variances are the diagonal of these axes.
     """
-    if not _is_known(array) or np.ndim(array) < 2 * len(axes) or np.size(array) == 0:
+    values = known_values(array)
+    if values is None or values.ndim < 2 * len(axes) or values.size == 0:
         return
-    here = not isinstance(array, jax.Array) or {d.platform for d in array.devices()} == {"cpu"}
-    numpy: Any = np if here else jnp  # reduce on the accelerator that holds the array
-    with jax.ensure_compile_time_eval():  # inside `jit`, a closed-over array is known too
-        values: Any = np.asarray(array) if here else array
-        if axes:
-            values = numpy.einsum(f"...{axes}{axes}->...{axes}", values)
-        least, largest = float(numpy.min(values)), float(numpy.max(numpy.abs(values)))
-        dtype = values.dtype
+    if axes:
+        values = np.einsum(f"...{axes}{axes}->...{axes}", values)
+    least, largest = float(np.min(values)), float(np.max(np.abs(values)))
     # Plain integers, such as axes for `vmap`, have no rounding error.
-    eps = float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0
+    eps = float(jnp.finfo(values.dtype).eps) if jnp.issubdtype(values.dtype, jnp.floating) else 0.0
     if least < 0 and least < -(eps**0.5) * largest:
         raise ValueError(
             f"`{call}` needs variances that are not negative. Got {least:.4g}. For standard "
@@ -125,14 +121,11 @@ def check_variances(call: str, array: Any, axes: str = "") -> None:
 
 def known_values(array: object) -> np.ndarray | None:
     """The array as NumPy; None while tracing, for arrays on other hosts and for other types."""
-    return np.asarray(array) if _is_known(array) else None
-
-
-def _is_known(array: object) -> bool:
     kinds = (jax.Array, np.ndarray, np.generic, int, float)
     if isinstance(array, jax.core.Tracer) or not isinstance(array, kinds):
-        return False
-    return not isinstance(array, jax.Array) or array.is_fully_addressable
+        return None
+    known = not isinstance(array, jax.Array) or array.is_fully_addressable
+    return np.asarray(array) if known else None
 
 
 def sequence_shape(structure: type, shape: Shape) -> tuple[int, int]:

@@ -27,6 +27,7 @@ class Full(Covariance):
     cov: Array
 
     num_axes: ClassVar[int] = 4
+    exact: ClassVar[bool] = True
     feature_axes: ClassVar[Mapping[str, int]] = {"cov": 1}
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
+from moment_jax import linalg
 from moment_jax.xla import diagonal_matrix, diagonal_of, materialized, on_diagonal
 
 
@@ -141,26 +142,12 @@ def correlation_of(cov: Array) -> Array:
 def definite(gram: Array) -> Array:
     """A nearby positive semidefinite matrix with the same diagonal; semidefinite ones are unchanged.
 
-    A Cholesky factorization whose rows cannot exceed the diagonal; no row depends on later ones.
     Derivatives treat the correction as constant.
     """
     root, correlation = safe_sqrt(diagonal_of(gram)), correlation_of(gram)
-    missing = jax.lax.stop_gradient(_bounded_cholesky(correlation) - correlation)
+    wide = correlation.astype(jnp.promote_types(correlation.dtype, jnp.float32))
+    factor = linalg.psd_cholesky(wide, bounded=True)
+    nearby = linalg.dot(factor, factor.T).astype(correlation.dtype)
+    missing = jax.lax.stop_gradient(nearby - correlation)
     nearby = jnp.where(on_diagonal(gram.shape), correlation, correlation + missing)
     return root[:, None] * nearby * root[None, :]
-
-
-def _bounded_cholesky(correlation: Array) -> Array:
-    """L L^T, each |L_ij| bounded by what is left of row i, (T, T)."""
-    given = correlation.astype(jnp.promote_types(correlation.dtype, jnp.float32))
-    places = jnp.arange(given.shape[0])
-
-    def step(factor: Array, j: Array) -> tuple[Array, None]:
-        left = safe_sqrt(1 - jnp.sum(factor**2, axis=1))  # left of each row for columns j and later
-        column = given[:, j] - jnp.sum(factor * factor[j][None], axis=1)
-        column = jnp.clip(safe_divide(column, jnp.broadcast_to(left[j], left.shape)), -left, left)
-        column = jnp.where(places == j, left, jnp.where(places > j, column, 0))
-        return factor.at[:, j].set(column), None
-
-    factor, _ = jax.lax.scan(step, jnp.zeros_like(given), places)
-    return jnp.matmul(factor, factor.T, precision="highest").astype(correlation.dtype)

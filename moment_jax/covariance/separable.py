@@ -2,14 +2,16 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
+from moment_jax.covariance import numerics
+from moment_jax.covariance import token_gram as tg
 from moment_jax.covariance.base import Covariance, RandomKernel, check_dense
+from moment_jax.covariance.cross import SeparableCross
 from moment_jax.covariance.fields import (
     check_fields,
     check_variances,
@@ -18,8 +20,6 @@ from moment_jax.covariance.fields import (
     sequence_shape,
 )
 from moment_jax.covariance.numerics import (
-    correlation_of,
-    definite,
     nonnegative,
     safe_divide,
     safe_sqrt,
@@ -27,93 +27,10 @@ from moment_jax.covariance.numerics import (
     vector_variance,
     weighted_sum,
 )
-from moment_jax.covariance.numerics import gram as feature_gram
-from moment_jax.covariance.token_gram import (
-    TokenGram,
-    Tokens,
-    at_landmarks,
-    correlation,
-    count_of,
-    diagonal_of,
-    divided,
-    form,
-    gram,
-    num_landmarks,
-    product,
-    pulled,
-    total,
-    whole,
-    with_diagonal,
-)
-from moment_jax.xla import diagonal_matrix
+from moment_jax.covariance.pool import pool_seen
+from moment_jax.xla import diagonal_matrix, diagonal_of
 
-S = TypeVar("S", bound=Covariance)
 NARROW = 12  # up to this many features `add_branch` restores positive semidefiniteness
-
-
-class SeparableCross(NamedTuple):
-    """Cov[x_td, z_se] = P_ts F_de."""
-
-    tokens: Tokens  # P, (T, S)
-    features: Array  # F, (D, E)
-    pools: tuple[Array, Array]  # of x, (T,), and of z, (S,), for averages over tokens
-
-    @property
-    def T(self) -> "SeparableCross":  # noqa: N802
-        return SeparableCross(self.tokens.T, self.features.T, self.pools[::-1])
-
-    def shares(self) -> Array:
-        """Each token's covariance with the pooled sum of x, in an average over tokens of z, (S,)."""
-        shares = self.pools[1] * jnp.abs(pulled(self.pools[0], self.tokens))
-        return safe_divide(shares, jnp.sum(shares))
-
-    def rescale(self, gain: Array) -> "SeparableCross":
-        gain = gain[0] if len(gain) == 1 else self.shares() @ gain
-        return self._replace(features=self.features * gain[None, :])
-
-    def map_features(self, kernel: Array) -> "SeparableCross":
-        return self._replace(features=self.features @ kernel)
-
-    def map_each(self, kernels: Array) -> "SeparableCross":
-        return self.map_features(jnp.tensordot(self.shares(), kernels, 1))
-
-    def map_tokens(self, weights: Array) -> "SeparableCross":
-        pools = self.pools[0], jnp.ones(len(weights), weights.dtype)
-        return SeparableCross(whole(self.tokens) @ weights.T, self.features, pools)
-
-    def map_heads(self, weights: Array) -> "SeparableCross":
-        """One pattern for all heads; each keeps its own share of the pooled sum."""
-        reached = pulled(self.pools[0], self.tokens) @ jnp.sum(weights, axis=1).T
-        own = jnp.repeat(
-            safe_divide(reached, jnp.mean(reached)), self.features.shape[1] // len(reached)
-        )
-        return self.map_tokens(jnp.mean(weights, axis=0)).rescale(own[None])
-
-    def take(self, rows: np.ndarray, columns: np.ndarray) -> "SeparableCross":
-        tokens, features, (pool, other) = self
-        if not np.array_equal(rows, np.arange(len(other))):
-            tokens = jnp.where(rows < 0, 0, whole(tokens)[:, rows])
-            other = jnp.where(rows < 0, 0, other[rows])
-        if not np.array_equal(columns, np.arange(features.shape[1])):
-            features = jnp.where(columns < 0, 0, features[:, columns])
-        return SeparableCross(tokens, features, (pool, other))
-
-    def add(self, other: "SeparableCross") -> "SeparableCross":
-        """That of the pooled sums is exact; the pattern is an average of both."""
-        if self.tokens is other.tokens:
-            return self._replace(features=self.features + other.features)
-        left, right = (jnp.sum(x.pools[1] * pulled(x.pools[0], x.tokens)) for x in (self, other))
-        features = left * self.features + right * other.features
-        # A pattern and its features may both be negative.
-        size, more = (
-            jnp.sign(n) * safe_sqrt(jnp.sum(f**2))
-            for n, f in ((left, self.features), (right, other.features))
-        )
-        tokens = size * self.tokens + more * other.tokens
-        return SeparableCross(divided(tokens, size * left + more * right), features, self.pools)
-
-    def own(self) -> Array:
-        return diagonal_of(self.tokens)[:, None] * diagonal_of(self.features)[None, :]
 
 
 @register_fields
@@ -143,10 +60,11 @@ class Separable(Covariance):
     """
 
     variances: Array
-    tokens: Tokens
+    tokens: tg.Tokens
     features: Array
     pool: Array
 
+    pools: ClassVar[bool] = True
     feature_axes: ClassVar[Mapping[str, int]] = {"variances": 1, "features": 0}
 
     def __post_init__(self) -> None:
@@ -172,7 +90,7 @@ class Separable(Covariance):
     @classmethod
     def zeros(
         cls,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         dtype: jnp.dtype | type = jnp.float32,
         landmarks: int | None = None,
     ) -> Self:
@@ -184,10 +102,10 @@ class Separable(Covariance):
         causal one, needs all, for a later landmark tells about earlier tokens: landmarks=T.
         """
         t, d = sequence_shape(cls, shape)
-        count = num_landmarks(f"{cls.__name__}.zeros", t, landmarks)
-        tokens: Tokens = jnp.zeros((t, count), dtype)
+        count = tg.num_landmarks(f"{cls.__name__}.zeros", t, landmarks)
+        tokens: tg.Tokens = jnp.zeros((t, count), dtype)
         if count < t:
-            tokens = TokenGram(jnp.zeros((t, count), dtype), jnp.zeros(t, dtype))
+            tokens = tg.TokenGram(jnp.zeros((t, count), dtype), jnp.zeros(t, dtype))
         return cls.unchecked(
             jnp.zeros((t, d), dtype), tokens, jnp.zeros((d, d), dtype), jnp.ones(t, dtype)
         )
@@ -205,7 +123,7 @@ class Separable(Covariance):
 
     def projected(self, dense: Array) -> Self:
         variances, tokens, *rest = jax.tree.leaves(self.project(dense, self.pool))
-        return self.unchecked(variances, at_landmarks(tokens, count_of(self.tokens)), *rest)
+        return self.unchecked(variances, tg.at_landmarks(tokens, tg.count_of(self.tokens)), *rest)
 
     @classmethod
     def independent(cls, variance: Array) -> Self:
@@ -222,15 +140,15 @@ class Separable(Covariance):
 
     def total(self) -> Array:
         """p^T G p, the total variance of the pooled sum, ()."""
-        return pulled(self.pool, self.tokens) @ self.pool
+        return tg.vecmat(self.pool, self.tokens) @ self.pool
 
-    def pattern(self) -> Tokens:
+    def pattern(self) -> tg.Tokens:
         """P = G / p^T G p, (T, T), so that Cov[x_ti, x_sj] = P_ts C_ij."""
-        return divided(self.tokens, self.total())
+        return tg.divide(self.tokens, self.total())
 
     def shares(self) -> Array:
         """Each feature's share of C, diag(C) / tr C, (D,)."""
-        own = diagonal_of(self.features)
+        own = tg.diagonal_of(self.features)
         return safe_divide(own, jnp.sum(own))
 
     def average(self, gain: Array) -> Array:
@@ -239,36 +157,49 @@ class Separable(Covariance):
 
     def to_dense(self) -> Array:
         scale = safe_sqrt(self.variances)
-        tokens, features = whole(correlation(self.tokens)), correlation_of(self.features)
+        tokens, features = (
+            tg.whole(tg.correlation(self.tokens)),
+            numerics.correlation_of(self.features),
+        )
         return jnp.einsum("td,se,ts,de->tdse", scale, scale, tokens, features)
 
     def token_gram(self) -> Array:
-        return whole(self.tokens)
+        return tg.whole(self.tokens)
 
     def at_landmarks(self, count: int | None) -> Self:
         """The token Gram matrix at this many landmarks, as for `zeros`, unless it has them already."""
-        count = num_landmarks(type(self).__name__, self.shape[0], count)
-        if isinstance(self.tokens, TokenGram) or count == self.shape[0]:
+        count = tg.num_landmarks(type(self).__name__, self.shape[0], count)
+        if isinstance(self.tokens, tg.TokenGram) or count == self.shape[0]:
             return self
-        tokens = at_landmarks(self.tokens, count)
+        tokens = tg.at_landmarks(self.tokens, count)
         return self.unchecked(self.variances, tokens, self.features, self.pool)
 
     def pooled(self, pool: Array) -> Self:
-        """The same covariance, its feature Gram matrix from now on that of sum_t pool_t x_t.
-
-        Tokens of weight zero (padding, or later ones) then have no influence on the others.
-
-        Raises:
-          ValueError: if there is not one weight for each token.
-        """
+        if pool is self.pool:
+            return self
         if pool.shape != self.pool.shape:
             raise ValueError(
                 f"`Separable.pooled` needs one weight for each of {self.pool.shape[0]} tokens. Got an "
                 f"array of shape {tuple(pool.shape)}. For equal weights, use jnp.ones."
             )
         pool = pool.astype(self.dtype)
-        total = pulled(pool, self.tokens) @ pool
+        total = tg.vecmat(pool, self.tokens) @ pool
         return self.unchecked(self.variances, self.tokens, self._features_of(pool, total), pool)
+
+    def seen_by(self, mask: Array | None, *, memory: bool = False) -> Self:
+        if mask is None or getattr(mask, "shape", ())[-1:] != self.shape[:1]:
+            return self  # attention raises an error for a wrong shape
+        return self.pooled(pool_seen(mask, tg.diagonal_of(self.tokens) > 0, memory=memory))
+
+    def check_mask(self, call: str, mask: Array) -> None:
+        t, count = self.shape[0], tg.count_of(self.tokens)
+        if mask.shape[-2] > 1 and count < t:
+            raise ValueError(
+                f"`{call}` needs all tokens as landmarks where a mask is not the same for all queries, "
+                f"for later landmarks tell about earlier tokens. Got {count} of {t} and a mask "
+                f"{tuple(mask.shape)}. Use a mask (1, {t}), or Separable.zeros(shape, landmarks={t}), "
+                f"in modules landmarks={t}."
+            )
 
     def _features_of(self, pool: Array, total: Array) -> Array:
         """The feature Gram matrix of another sum over tokens, of this total variance.
@@ -278,7 +209,9 @@ class Separable(Covariance):
         before, after = (weights**2 @ self.variances for weights in (self.pool, pool))
         gain = safe_sqrt(safe_divide(after, before))
         features = gain[:, None] * self.features * gain[None, :]
-        size = safe_divide(jnp.sum(diagonal_of(self.features)), jnp.sum(diagonal_of(features)))
+        size = safe_divide(
+            jnp.sum(tg.diagonal_of(self.features)), jnp.sum(tg.diagonal_of(features))
+        )
         return features * (size * safe_divide(total, self.total()))
 
     def rescale(self, factor: Array) -> Self:
@@ -289,58 +222,59 @@ class Separable(Covariance):
             features = gain[:, None] * self.features * gain[None, :]
         else:
             rows, shares = self.pool[:, None] * factor, self.shares()
-            tokens = self.tokens * gram(factor, shares, count_of(self.tokens))
-            inverse = safe_divide(jnp.ones((), self.dtype), jnp.sum(diagonal_of(self.features)))
-            features = self.features * inverse * form(rows.T, self.tokens)
+            tokens = self.tokens * tg.gram(factor, shares, tg.count_of(self.tokens))
+            inverse = safe_divide(jnp.ones((), self.dtype), jnp.sum(tg.diagonal_of(self.features)))
+            features = self.features * inverse * tg.quadratic(rows.T, self.tokens)
         return self.unchecked(variances, tokens, features, self.pool)
 
     def map_features(self, kernel: Array) -> Self:
-        return self.member(self.tokens, self.features, feature_gram(kernel.T, self.features))
-
-    def member(self, tokens: Tokens, before: Array, after: Array) -> Self:
-        """The family's member of this token Gram matrix, rescaled as tr C changes, and of C `after`."""
-        own = diagonal_of(after)
-        size = safe_divide(jnp.sum(own), jnp.sum(diagonal_of(before)))
-        tokens = tokens * size
-        return self.unchecked(spread(diagonal_of(tokens), own), tokens, after, self.pool)
+        features = numerics.gram(kernel.T, self.features)
+        own = diagonal_of(features)
+        size = safe_divide(jnp.sum(own), jnp.sum(diagonal_of(self.features)))
+        tokens = self.tokens * size
+        variances = outer_by_share(tg.diagonal_of(tokens), own)
+        return self.unchecked(variances, tokens, features, self.pool)
 
     def map_tokens(self, weights: Array) -> Self:
-        if isinstance(self.tokens, TokenGram):
+        if isinstance(self.tokens, tg.TokenGram):
             shown = self.pool > 0  # others, such as padding, tell nothing
-            mapped = pulled(weights, self.tokens, shown)
-            tokens = product(mapped, weights, count_of(self.tokens))
+            mapped = tg.vecmat(weights, self.tokens, shown)
+            tokens = tg.product(mapped, weights, tg.count_of(self.tokens))
         else:
-            tokens = feature_gram(weights, self.tokens)
+            tokens = numerics.gram(weights, self.tokens)
         shares = weights**2 @ self.variances
         shares = safe_divide(shares, jnp.sum(shares, axis=1, keepdims=True))
-        features = self._features_of(jnp.sum(weights, axis=0), total(tokens))
+        features = self._features_of(jnp.sum(weights, axis=0), tg.total(tokens))
         if len(weights) == 1:  # a sum over tokens is what C holds
-            shares, tokens = diagonal_of(features)[None], jnp.sum(diagonal_of(features))[None, None]
+            shares, tokens = (
+                tg.diagonal_of(features)[None],
+                jnp.sum(tg.diagonal_of(features))[None, None],
+            )
             return self.unchecked(shares, tokens, features, jnp.ones(1, self.dtype))
-        variances = diagonal_of(tokens)[:, None] * shares
+        variances = tg.diagonal_of(tokens)[:, None] * shares
         return self.unchecked(variances, tokens, features, jnp.ones(len(weights), self.dtype))
 
     def map_heads(self, weights: Array) -> Self:
         """Each head's share of C is the pooled sum's; heads have no covariance token by token."""
         width = self.shape[1] // len(weights)
-        pattern, t = whole(self.pattern()), weights.shape[1]
+        pattern, t = tg.whole(self.pattern()), weights.shape[1]
         reached = jnp.einsum("hut,ts->hus", weights, pattern)
         own = jnp.einsum("hus,hvs->huv", reached, weights)
-        shares = jnp.sum(diagonal_of(self.features).reshape(len(weights), -1), axis=1)
+        shares = jnp.sum(tg.diagonal_of(self.features).reshape(len(weights), -1), axis=1)
         tokens = jnp.tensordot(shares, own, 1)
         summed = jnp.sum(weights, axis=1)
         overlap = summed @ pattern @ summed.T
         features = self.features * jnp.repeat(jnp.repeat(overlap, width, 0), width, 1)
         energy = jnp.repeat(jnp.diagonal(own, axis1=1, axis2=2).T, width, axis=1)
-        variances = energy * diagonal_of(self.features)[None, :]
+        variances = energy * tg.diagonal_of(self.features)[None, :]
         return self.unchecked(variances, tokens, features, jnp.ones(t, self.dtype))
 
     def map_each(self, kernels: Array) -> Self:
-        inverse = safe_divide(jnp.ones((), self.dtype), jnp.sum(diagonal_of(self.features)))
+        inverse = safe_divide(jnp.ones((), self.dtype), jnp.sum(tg.diagonal_of(self.features)))
         mapped = jnp.einsum("ij,tjo->tio", self.features * inverse, kernels)
         tokens = self.tokens * jnp.einsum("tio,sio->ts", mapped, kernels)
-        own = jnp.sum(mapped * kernels, axis=1) * diagonal_of(self.tokens)[:, None]
-        pairs = whole(self.pool[:, None] * self.tokens * self.pool[None, :])
+        own = jnp.sum(mapped * kernels, axis=1) * tg.diagonal_of(self.tokens)[:, None]
+        pairs = tg.whole(self.pool[:, None] * self.tokens * self.pool[None, :])
         features = jnp.einsum("tio,tip->op", mapped, jnp.einsum("ts,sip->tip", pairs, kernels))
         return self.unchecked(nonnegative(own), tokens, features, self.pool)
 
@@ -354,11 +288,11 @@ class Separable(Covariance):
         by_noise = kernel_noise(weights, self.features, jnp.zeros_like(mean[:1]))
         variances = weights.noise_variance(mean, jnp.zeros_like(mean))
         own = vector_variance(by_noise)
-        total = jnp.sum(diagonal_of(self.features))
+        total = jnp.sum(tg.diagonal_of(self.features))
         size = safe_divide(jnp.sum(self.features * vector_cov(metric)), total)
-        variances = variances + diagonal_of(self.tokens)[:, None] * safe_divide(own, total)[None]
+        variances = variances + tg.diagonal_of(self.tokens)[:, None] * safe_divide(own, total)[None]
         features = vector_cov(by_noise + kernel_noise(weights, None, pooled[None]))
-        tokens = self.tokens * size + gram(mean, metric, count_of(self.tokens))
+        tokens = self.tokens * size + tg.gram(mean, metric, tg.count_of(self.tokens))
         return self.unchecked(variances, tokens, features, self.pool)
 
     def token_noise(self, mean: Array, weights: RandomKernel) -> Self:
@@ -369,17 +303,17 @@ class Separable(Covariance):
         u = len(variances)
         # Cov[W_tu, W_su] summed over u: the share of each token of x in the pooled sum.
         share = weights.input_metric()
-        features = self.features * (share @ diagonal_of(self.pattern()))
-        features = features + feature_gram(mean.T, share)
+        features = self.features * (share @ tg.diagonal_of(self.pattern()))
+        features = features + numerics.gram(mean.T, share)
         tokens, pool = diagonal_matrix(jnp.sum(variances, axis=1)), jnp.ones(u, self.dtype)
         return self.unchecked(variances, tokens, agreeing(features, tokens, pool), pool)
 
     def gain_noise(self, mean: Array, gain_cov: Array) -> Self:
         metric, pooled = vector_variance(gain_cov), weighted_sum(self.pool, mean)
-        own = diagonal_of(self.features)
+        own = tg.diagonal_of(self.features)
         size = safe_divide(own @ metric, jnp.sum(own))
         variances = (self.variances + mean**2) * metric[None, :]
-        tokens = self.tokens * size + gram(mean, metric, count_of(self.tokens))
+        tokens = self.tokens * size + tg.gram(mean, metric, tg.count_of(self.tokens))
         if gain_cov.ndim == 1:
             features = diagonal_matrix((own + pooled**2) * gain_cov)
         else:
@@ -390,25 +324,25 @@ class Separable(Covariance):
         own, t = vector_variance(bias_cov), self.shape[0]
         return self.unchecked(
             jnp.broadcast_to(own, (t, len(own))),
-            at_landmarks(jnp.broadcast_to(jnp.sum(own), (t, t)), count_of(self.tokens)),
+            tg.at_landmarks(jnp.broadcast_to(jnp.sum(own), (t, t)), tg.count_of(self.tokens)),
             jnp.sum(self.pool) ** 2 * vector_cov(bias_cov),
             self.pool,
         )
 
     def elementwise(self, moments: Any) -> Self:
-        tokens, features = correlation(self.tokens), correlation_of(self.features)
-        count = count_of(tokens)
+        tokens, features = tg.correlation(self.tokens), numerics.correlation_of(self.features)
+        count = tg.count_of(tokens)
         first, second = safe_sqrt(self.variances) * moments.gain, moments.second
         rest = nonnegative(moments.variance - first**2 - second**2)
         pooled = self.pool[:, None]
         return self.unchecked(
             moments.variance,
-            with_diagonal(
-                tokens * gram(first, None, count) + tokens**2 * gram(second, None, count),
+            tg.add_diagonal(
+                tokens * tg.gram(first, None, count) + tokens**2 * tg.gram(second, None, count),
                 jnp.sum(rest, axis=1),
             ),
-            features * form((pooled * first).T, tokens)
-            + features**2 * form((pooled * second).T, tokens**2)
+            features * tg.quadratic((pooled * first).T, tokens)
+            + features**2 * tg.quadratic((pooled * second).T, tokens**2)
             + diagonal_matrix(weighted_sum(self.pool**2, rest)),
             self.pool,
         )
@@ -428,17 +362,17 @@ class Separable(Covariance):
             return self.pooled(branch.pool).add_branch(branch, cross)
         bound = safe_sqrt(self.variances) * safe_sqrt(branch.variances)
         variances = self.variances + branch.variances + 2 * jnp.clip(cross.own(), -bound, bound)
-        by_token = cross.tokens * jnp.sum(diagonal_of(cross.features))
-        if not isinstance(by_token, TokenGram):
-            by_token = at_landmarks(by_token + by_token.T, count_of(self.tokens))
+        by_token = cross.tokens * jnp.sum(tg.diagonal_of(cross.features))
+        if not isinstance(by_token, tg.TokenGram):
+            by_token = tg.at_landmarks(by_token + by_token.T, tg.count_of(self.tokens))
         else:
             by_token = 2 * by_token
         tokens = self.tokens + branch.tokens + by_token
-        by_feature = cross.features * jnp.sum(pulled(self.pool, cross.tokens) * self.pool)
+        by_feature = cross.features * jnp.sum(tg.vecmat(self.pool, cross.tokens) * self.pool)
         features = self.features + branch.features + by_feature + by_feature.T
         if self.shape[1] <= NARROW:
-            features = definite(features)
-            tokens = tokens if isinstance(tokens, TokenGram) else definite(tokens)
+            features = numerics.definite(features)
+            tokens = tokens if isinstance(tokens, tg.TokenGram) else numerics.definite(tokens)
         return self.unchecked(variances, tokens, features, self.pool)
 
     def hadamard(self, other: Self, cross: SeparableCross | None) -> Self:
@@ -448,22 +382,14 @@ class Separable(Covariance):
         return self.unchecked(self.variances * other.variances, tokens, features, self.pool)
 
 
-def agreeing(features: Array, tokens: Tokens, pool: Array) -> Array:
+def agreeing(features: Array, tokens: tg.Tokens, pool: Array) -> Array:
     """C with the trace that the token Gram matrix says, p^T G p."""
-    return features * safe_divide(pulled(pool, tokens) @ pool, jnp.sum(diagonal_of(features)))
+    return features * safe_divide(tg.vecmat(pool, tokens) @ pool, jnp.sum(tg.diagonal_of(features)))
 
 
-def started(
-    structure: type[S], shape: tuple[int, ...], dtype: jnp.dtype, landmarks: int | None
-) -> S:
-    """`structure.zeros(shape, dtype)`, of a `Separable` at these landmarks."""
-    more: Any = {"landmarks": landmarks} if issubclass(structure, Separable) else {}
-    return structure.zeros(sequence_shape(structure, shape), dtype, **more)
-
-
-def average_gain(pool: Array, tokens: Tokens, gain: Array) -> Array:
+def average_gain(pool: Array, tokens: tg.Tokens, gain: Array) -> Array:
     """A gain (T, D) averaged over tokens, (D,), by each token's covariance with the pooled sum."""
-    shares = pool * pulled(pool, tokens)
+    shares = pool * tg.vecmat(pool, tokens)
     return safe_divide(shares @ gain, jnp.sum(shares))
 
 
@@ -476,11 +402,11 @@ def kernel_noise(weights: RandomKernel, features: Array | None, rows: Array) -> 
         squares = jnp.sum(rows**2, axis=0)
         squares = squares if features is None else squares + vector_variance(features)
         return weights.noise_variance(jnp.zeros_like(squares), squares)
-    moment = feature_gram(rows.T)
+    moment = numerics.gram(rows.T)
     return weights.noise_block(moment if features is None else moment + vector_cov(features))
 
 
-def spread(rows: Array, columns: Array) -> Array:
+def outer_by_share(rows: Array, columns: Array) -> Array:
     """A (T, D) array with these sums over features, (T,), in proportion to `columns`, (D,)."""
     return rows[:, None] * safe_divide(columns, jnp.sum(columns))[None, :]
 

@@ -1,7 +1,8 @@
 """Token Gram matrices (T, T): arrays, or for long sequences `TokenGram`, known at r landmark tokens.
 
-The functions here take either, so whoever uses them need not know which. A product with a T x T matrix
-costs T^2, with a `TokenGram` T r (Nystroem: Williams and Seeger, 2001).
+Both add, multiply entry by entry, and multiply matrices (`G @ W`, `W @ G`); where more is asked for, the
+functions here take either. A product with a T x T matrix costs T^2, with a `TokenGram` T r (Nystroem:
+Williams and Seeger, 2001).
 """
 
 from __future__ import annotations
@@ -16,21 +17,14 @@ import numpy as np
 from jax import Array
 
 from moment_jax import xla
+from moment_jax.covariance import numerics
 from moment_jax.covariance.fields import check_fields, register_fields
-from moment_jax.covariance.numerics import (
-    correlation_of,
-    nonnegative,
-    safe_divide,
-    safe_sqrt,
-    under,
-    weighted_sum,
-)
-from moment_jax.covariance.numerics import gram as dense_gram
+from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt
+from moment_jax.linalg import dot, ridge_inverse
 
 SHORT = 256  # up to this many tokens, all are landmarks unless told otherwise
 USUAL = 64  # landmarks of longer sequences
 _RIDGE = 1e-2  # of every landmark's variance: a few tokens have most of what attention looks at
-_BLOCK = 4  # rows eliminated at once
 
 
 @register_fields
@@ -40,7 +34,7 @@ class TokenGram:
 
     Landmarks are denser at the start, the first and the last token among them. Sums, multiples and
     entrywise products keep exactly the numbers that they are given. A product with a matrix is that of
-    `nystroem`.
+    `factored`.
     """
 
     columns: Array  # G at the landmarks, (T, r)
@@ -69,6 +63,12 @@ class TokenGram:
     def __pow__(self, power: int) -> Self:
         return type(self)(self.columns**power, self.diagonal**power)
 
+    def __matmul__(self, rows: Array) -> Array:
+        return factored(self) @ rows
+
+    def __rmatmul__(self, rows: Array) -> Array:
+        return rows @ factored(self)
+
     @property
     def T(self) -> Self:  # noqa: N802
         """Itself, for it is symmetric."""
@@ -89,7 +89,7 @@ class TokenGram:
 Tokens = Array | TokenGram
 
 
-class Nystroem(NamedTuple):
+class Factored(NamedTuple):
     """The symmetric matrix columns inverse columns^T + diag(rest), (T, T)."""
 
     columns: Array  # (T, r)
@@ -108,14 +108,208 @@ class Nystroem(NamedTuple):
         rest = self.rest if rows.ndim == 1 else self.rest[None, :]
         return _dot(rows, self.columns, self.inverse, self.columns.T) + rows * rest
 
-    def within(self, rows: Array) -> Array:
-        """The quadratic form of each row of (U, T), (U,)."""
-        return _quadratic(_dot(rows, self.columns), self.inverse) + rows**2 @ self.rest
+
+# -- either form -----------------------------------------------------------------------------------
 
 
-def _dot(*factors: Array) -> Array:
-    """The product of matrices from the left, never in bfloat16: the inverse amplifies its rounding."""
-    return functools.reduce(functools.partial(jnp.matmul, precision="highest"), factors)
+def count_of(tokens: Tokens) -> int:
+    """The number of landmarks; all tokens in an array."""
+    return (tokens.columns if isinstance(tokens, TokenGram) else tokens).shape[-1]
+
+
+def diagonal_of(tokens: Tokens) -> Array:
+    """The diagonal, (T,)."""
+    return tokens.diagonal if isinstance(tokens, TokenGram) else xla.diagonal_of(tokens)
+
+
+def whole(tokens: Tokens | Factored) -> Array:
+    """The matrix, (T, T)."""
+    known = factored(tokens) if isinstance(tokens, TokenGram) else tokens
+    if not isinstance(known, Factored):
+        return known
+    columns, inverse, rest = known
+    return _dot(columns, inverse, columns.T) + xla.diagonal_matrix(rest)
+
+
+def factored(tokens: Tokens) -> Array | Factored:
+    """G in the form in which it multiplies: itself, or C (G_JJ + ridge)^-1 C^T + diag(rest).
+
+    The rest is what the diagonal has left. Rows whose first term exceeds it are scaled down, so the
+    result stays semidefinite and bounded by its diagonal where approximated products are not.
+    """
+    if not isinstance(tokens, TokenGram):
+        return tokens
+    columns, inverse = _low_rank(tokens.columns)
+    own, low = nonnegative(tokens.diagonal), nonnegative(_quadratic(columns, inverse))
+    shrink = jnp.where(low > own, safe_sqrt(safe_divide(own, low)), 1)[:, None]
+    return Factored(shrink * columns, inverse, nonnegative(own - low))
+
+
+def product(left: Array, right: Array, count: int) -> Tokens:
+    """The symmetric product left right^T of two (T, D) arrays."""
+    if count >= len(left):
+        return left @ right.T
+    columns = _dot(left, right[landmarks(len(left), count)].T)
+    return TokenGram(columns, jnp.sum(left * right, axis=1))
+
+
+def gram(rows: Array, metric: Array | Factored | None, count: int) -> Tokens:
+    """`numerics.gram`, of a metric that may be what `factored` gives."""
+    if count >= len(rows) and not isinstance(metric, Factored):
+        return numerics.gram(rows, metric)
+    mapped = rows @ metric if isinstance(metric, Factored) else numerics.under(rows, metric)
+    return product(mapped, rows, count)
+
+
+def vecmat(rows: Array, tokens: Tokens, shown: Array | None = None) -> Array:
+    """The product rows G, (T,) or (U, T), in which tokens of weight zero have no part.
+
+    Unless they are `shown`, (T,): then what they tell of others counts.
+    """
+    if not isinstance(tokens, TokenGram):
+        return numerics.weighted_sum(rows, tokens) if rows.ndim == 1 else rows @ tokens
+    seen = jnp.any(jnp.atleast_2d(rows) != 0, axis=0)
+    return rows @ seen_only(tokens, seen if shown is None else seen | shown)
+
+
+def quadratic(rows: Array, tokens: Tokens) -> Array:
+    """The quadratic forms rows G rows^T, rows (U, T), all (U, U) of them."""
+    if not isinstance(tokens, TokenGram):
+        return numerics.gram(rows, tokens)
+    return vecmat(rows, tokens) @ rows.T
+
+
+def right_multiply(cross: Tokens, mapping: Array) -> Tokens:
+    """X mapping, (T, T), for a covariance X of tokens; of a `TokenGram` the symmetric part."""
+    if not isinstance(cross, TokenGram):
+        return cross @ mapping
+    weights = mapping.T
+    seen: Any = seen_only(cross, jnp.any(weights != 0, axis=0))
+    known: Any = factored(seen)
+    own = jnp.sum(_dot(weights, known.columns, known.inverse) * known.columns, axis=1)
+    own = own + known.rest * xla.diagonal_of(weights)
+    return TokenGram(0.5 * (known @ weights[seen.places].T + _dot(weights, seen.columns)), own)
+
+
+def right_scale(tokens: Tokens, scale: Array) -> Tokens:
+    """The matrix G_ts scale_s, scale (T, 1); of a `TokenGram` its symmetric part."""
+    if isinstance(tokens, TokenGram):
+        return 0.5 * (tokens * scale + tokens * scale.T)
+    return tokens * scale.T
+
+
+def row_sums(tokens: Tokens) -> Array:
+    """The sum of each row, (T, 1)."""
+    if not isinstance(tokens, TokenGram):
+        return jnp.sum(tokens, axis=1, keepdims=True)
+    return tokens @ jnp.ones((len(tokens.diagonal), 1), tokens.diagonal.dtype)
+
+
+def total(tokens: Tokens) -> Array:
+    """The sum of all entries, ()."""
+    return jnp.sum(row_sums(tokens)) if isinstance(tokens, TokenGram) else jnp.sum(tokens)
+
+
+def divide(tokens: Tokens, size: Array) -> Tokens:
+    """G / size, and 0 where that is 0."""
+    return jax.tree.map(lambda entries: safe_divide(entries, size), tokens)
+
+
+def add_diagonal(tokens: Tokens, added: Array) -> Tokens:
+    """G + diag(added), added (T,)."""
+    if not isinstance(tokens, TokenGram):
+        return tokens + xla.diagonal_matrix(added)
+    here = jnp.arange(len(added))[:, None] == tokens.places[None]
+    columns = tokens.columns + jnp.where(here, added[:, None], jnp.zeros((), added.dtype))
+    return TokenGram(columns, tokens.diagonal + added)
+
+
+def correlation(tokens: Tokens) -> Tokens:
+    """`numerics.correlation_of`."""
+    if not isinstance(tokens, TokenGram):
+        return numerics.correlation_of(tokens)
+    inverse = safe_divide(jnp.ones((), tokens.diagonal.dtype), safe_sqrt(tokens.diagonal))
+    scaled: Any = inverse[:, None] * tokens * inverse[None, :]
+    scaled = add_diagonal(scaled, 1 - scaled.diagonal)  # a certain token's too
+    bounded = jnp.where(jnp.abs(scaled.columns) > 1, jnp.sign(scaled.columns), scaled.columns)
+    return TokenGram(bounded, scaled.diagonal)
+
+
+def bound(tokens: Tokens, sd: Array) -> Tokens:
+    """G whose entries rounding has not lifted beyond sd_t sd_s, sd (T,); bounds count as constant."""
+    sd = jax.lax.stop_gradient(1.001 * sd)
+    most = sd[:, None] * jax.tree.map(jnp.ones_like, tokens) * sd[None, :]
+    return jax.tree.map(lambda entries, m: jax.lax.clamp(-m, entries, m), tokens, most)
+
+
+# -- what attention does ---------------------------------------------------------------------------
+
+
+def seen_only(tokens: Tokens, seen: Array) -> Tokens:
+    """Landmarks that are not `seen` (T,) hold nothing, and so tell others nothing."""
+    if not isinstance(tokens, TokenGram):
+        return tokens
+    seen = seen.astype(tokens.diagonal.dtype)
+    return tokens * seen[None, :] * seen[:, None]
+
+
+def contrasts(keys: Tokens, seen: Array) -> Tokens:
+    """Keys' Gram matrix less what all keys of a row share, f_t + f_s: softmax sees differences only.
+
+    That is minus half the variance of each difference, or the keys less the average landmark that is
+    `seen`, (S,), which stays semidefinite.
+    """
+    if not isinstance(keys, TokenGram):
+        keys = xla.materialized(keys)
+        own = xla.materialized(0.5 * xla.diagonal_of(keys))
+        return keys - own[:, None] - own[None, :]
+    share = seen[keys.places].astype(keys.columns.dtype)
+    share = safe_divide(share, jnp.sum(share))
+    shared = keys.columns @ share
+    shared = shared - 0.5 * share @ shared[keys.places]
+    columns = keys.columns - shared[:, None] - shared[keys.places][None, :]
+    return TokenGram(columns, keys.diagonal - 2 * shared)
+
+
+def contract(weights: Array, matrix: Array, less: Array, plus: Tokens, seen: Array) -> Tokens:
+    """W M W^T + G less the symmetric part of X W^T, all (T, T) and together semidefinite.
+
+    Known from the columns of `seen` (T,) landmarks.
+    """
+    if not isinstance(plus, TokenGram):
+        half = (weights @ matrix - less) @ weights.T
+        return 0.5 * (half + half.T) + plus
+    at, half = weights[plus.places], 0.5 * less
+    columns = _dot(weights, _dot(matrix, at.T) - half[plus.places].T) - _dot(half, at.T)
+    columns = columns + plus.columns
+    known, inverse = _low_rank(columns * seen[plus.places][None, :])
+    mapped = _dot(known, inverse)  # one factor twice: semidefinite, as `columns` may not be
+    return product(mapped, known, count_of(plus))
+
+
+def congruence(known: Array | Factored, rows: Array) -> tuple[Array, Array]:
+    """G W and W^T G W, (T, S) and (S, S), for W (T, S).
+
+    Of what the diagonal has left, the second takes the diagonal alone: the rest would cost T S^2.
+    """
+    if not isinstance(known, Factored):
+        mapped = known @ rows
+        return mapped, rows.T @ mapped
+    low = _dot(known.columns.T, rows)
+    half = _dot(known.inverse, low)
+    mapped = _dot(known.columns, half) + known.rest[:, None] * rows
+    return mapped, _dot(low.T, half) + xla.diagonal_matrix(known.rest @ rows**2)
+
+
+def variance_within(weights: Array, own: Array, known: Array | Factored) -> Array:
+    """sum_c w_c (G_cc - (G w)_c) for each row w of weights (U, T), (U, 1), given diag(G) and G."""
+    if not isinstance(known, Factored):
+        return jnp.sum(weights * (own[None, :] - weights @ known), axis=1, keepdims=True)
+    low = _quadratic(_dot(weights, known.columns), known.inverse)
+    return (weights @ own - low - weights**2 @ known.rest)[:, None]
+
+
+# -- landmarks -------------------------------------------------------------------------------------
 
 
 def num_landmarks(name: str, t: int, count: int | None = None) -> int:
@@ -140,11 +334,6 @@ def landmarks(t: int, count: int) -> np.ndarray:
     return np.maximum(spaced, np.arange(count))
 
 
-def count_of(tokens: Tokens) -> int:
-    """The number of landmarks; all tokens in an array."""
-    return (tokens.columns if isinstance(tokens, TokenGram) else tokens).shape[-1]
-
-
 def at_landmarks(matrix: Array, count: int) -> Tokens:
     """A matrix (T, T) at this many landmarks; itself if these are all tokens."""
     if count >= len(matrix):
@@ -152,119 +341,17 @@ def at_landmarks(matrix: Array, count: int) -> Tokens:
     return TokenGram(matrix[:, landmarks(len(matrix), count)], xla.diagonal_of(matrix))
 
 
-def diagonal_of(tokens: Tokens) -> Array:
-    """The diagonal, (T,)."""
-    return tokens.diagonal if isinstance(tokens, TokenGram) else xla.diagonal_of(tokens)
+def _check_landmarks(a: TokenGram, b: TokenGram) -> None:
+    if count_of(a) != count_of(b):
+        raise ValueError(
+            "Token Gram matrices that are added or multiplied need the same landmark tokens. Got "
+            f"{count_of(a)} and {count_of(b)}. Begin both with Separable.zeros(shape, landmarks=r)."
+        )
 
 
-def product(left: Array, right: Array, count: int) -> Tokens:
-    """The symmetric product left right^T of two (T, D) arrays."""
-    if count >= len(left):
-        return left @ right.T
-    columns = _dot(left, right[landmarks(len(left), count)].T)
-    return TokenGram(columns, jnp.sum(left * right, axis=1))
-
-
-def contracted(weights: Array, matrix: Array, less: Array, plus: Tokens, seen: Array) -> Tokens:
-    """W M W^T + G less the symmetric part of X W^T, all (T, T) and together semidefinite.
-
-    Known from the columns of `seen` (T,) landmarks.
-    """
-    if not isinstance(plus, TokenGram):
-        half = (weights @ matrix - less) @ weights.T
-        return 0.5 * (half + half.T) + plus
-    at, half = weights[plus.places], 0.5 * less
-    columns = _dot(weights, _dot(matrix, at.T) - half[plus.places].T) - _dot(half, at.T)
-    columns = columns + plus.columns
-    known, inverse = _low_rank(columns * seen[plus.places][None, :])
-    mapped = _dot(known, inverse)  # one factor twice: semidefinite, as `columns` may not be
-    return product(mapped, known, count_of(plus))
-
-
-def congruent(known: Array | Nystroem, rows: Array) -> tuple[Array, Array]:
-    """G W and W^T G W, (T, S) and (S, S), for W (T, S).
-
-    Of what the diagonal has left, the second takes the diagonal alone: the rest would cost T S^2.
-    """
-    if not isinstance(known, Nystroem):
-        mapped = known @ rows
-        return mapped, rows.T @ mapped
-    low = _dot(known.columns.T, rows)
-    half = _dot(known.inverse, low)
-    mapped = _dot(known.columns, half) + known.rest[:, None] * rows
-    return mapped, _dot(low.T, half) + xla.diagonal_matrix(known.rest @ rows**2)
-
-
-def gram(rows: Array, metric: Array | Nystroem | None, count: int) -> Tokens:
-    """`numerics.gram`, of a metric that may be what `nystroem` gives."""
-    if count >= len(rows) and not isinstance(metric, Nystroem):
-        return dense_gram(rows, metric)
-    mapped = rows @ metric if isinstance(metric, Nystroem) else under(rows, metric)
-    return product(mapped, rows, count)
-
-
-def with_diagonal(tokens: Tokens, added: Array) -> Tokens:
-    """G + diag(added), added (T,)."""
-    if not isinstance(tokens, TokenGram):
-        return tokens + xla.diagonal_matrix(added)
-    here = jnp.arange(len(added))[:, None] == tokens.places[None]
-    columns = tokens.columns + jnp.where(here, added[:, None], jnp.zeros((), added.dtype))
-    return TokenGram(columns, tokens.diagonal + added)
-
-
-def bounded(tokens: Tokens, sd: Array) -> Tokens:
-    """G whose entries rounding has not lifted beyond sd_t sd_s, sd (T,); bounds count as constant."""
-    sd = jax.lax.stop_gradient(1.001 * sd)
-    most = sd[:, None] * jax.tree.map(jnp.ones_like, tokens) * sd[None, :]
-    return jax.tree.map(lambda entries, m: jax.lax.clamp(-m, entries, m), tokens, most)
-
-
-def correlation(tokens: Tokens) -> Tokens:
-    """`numerics.correlation_of`."""
-    if not isinstance(tokens, TokenGram):
-        return correlation_of(tokens)
-    inverse = safe_divide(jnp.ones((), tokens.diagonal.dtype), safe_sqrt(tokens.diagonal))
-    scaled: Any = inverse[:, None] * tokens * inverse[None, :]
-    scaled = with_diagonal(scaled, 1 - scaled.diagonal)  # a certain token's too
-    bounded = jnp.where(jnp.abs(scaled.columns) > 1, jnp.sign(scaled.columns), scaled.columns)
-    return TokenGram(bounded, scaled.diagonal)
-
-
-def divided(tokens: Tokens, size: Array) -> Tokens:
-    """G / size, and 0 where that is 0."""
-    return jax.tree.map(lambda entries: safe_divide(entries, size), tokens)
-
-
-def contrasted(keys: Tokens, seen: Array) -> Tokens:
-    """Keys' Gram matrix less what all keys of a row share, f_t + f_s: softmax sees differences only.
-
-    That is minus half the variance of each difference, or the keys less the average landmark that is
-    `seen`, (S,), which stays semidefinite.
-    """
-    if not isinstance(keys, TokenGram):
-        keys = xla.materialized(keys)
-        own = xla.materialized(0.5 * xla.diagonal_of(keys))
-        return keys - own[:, None] - own[None, :]
-    share = seen[keys.places].astype(keys.columns.dtype)
-    share = safe_divide(share, jnp.sum(share))
-    shared = keys.columns @ share
-    shared = shared - 0.5 * share @ shared[keys.places]
-    columns = keys.columns - shared[:, None] - shared[keys.places][None, :]
-    return TokenGram(columns, keys.diagonal - 2 * shared)
-
-
-def nystroem(tokens: Tokens) -> Array | Nystroem:
-    """G in the form in which it multiplies: itself, or C (G_JJ + ridge)^-1 C^T + diag(rest).
-
-    The rest is what the diagonal has left. Rows whose first term exceeds it are scaled down, so the
-    result stays semidefinite and bounded by its diagonal where approximated products are not.
-    """
-    if not isinstance(tokens, TokenGram):
-        return tokens
-    columns, inverse = _low_rank(tokens.columns)
-    own, low = nonnegative(tokens.diagonal), nonnegative(_quadratic(columns, inverse))
-    shrink = jnp.where(low > own, safe_sqrt(safe_divide(own, low)), 1)[:, None]
-    return Nystroem(shrink * columns, inverse, nonnegative(own - low))
+def _dot(*factors: Array) -> Array:
+    """The product of matrices from the left."""
+    return functools.reduce(dot, factors)
 
 
 def _low_rank(columns: Array) -> tuple[Array, Array]:
@@ -274,137 +361,11 @@ def _low_rank(columns: Array) -> tuple[Array, Array]:
     scale = safe_divide(jnp.ones((), own.dtype), safe_sqrt(own))
     columns = columns * scale[None, :]
     core = scale[:, None] * columns[places]
-    return columns, _inverse(0.5 * (core + core.T))  # approximated columns need not be symmetric
+    return columns, ridge_inverse(
+        0.5 * (core + core.T), _RIDGE
+    )  # approximated columns need not be symmetric
 
 
 def _quadratic(rows: Array, metric: Array) -> Array:
     """Row metric row^T of each of the rows, (T,)."""
     return jnp.sum(_dot(rows, metric) * rows, axis=1)
-
-
-def pulled(rows: Array, tokens: Tokens, shown: Array | None = None) -> Array:
-    """The product rows G, (T,) or (U, T), in which tokens of weight zero have no part.
-
-    Unless they are `shown`, (T,): then what they tell of others counts.
-    """
-    if not isinstance(tokens, TokenGram):
-        return weighted_sum(rows, tokens) if rows.ndim == 1 else rows @ tokens
-    seen = jnp.any(jnp.atleast_2d(rows) != 0, axis=0)
-    return rows @ nystroem(seen_only(tokens, seen if shown is None else seen | shown))
-
-
-def seen_only(tokens: Tokens, seen: Array) -> Tokens:
-    """Landmarks that are not `seen` (T,) hold nothing, and so tell others nothing."""
-    if not isinstance(tokens, TokenGram):
-        return tokens
-    seen = seen.astype(tokens.diagonal.dtype)
-    return tokens * seen[None, :] * seen[:, None]
-
-
-def right_scaled(tokens: Tokens, scale: Array) -> Tokens:
-    """The matrix G_ts scale_s, scale (T, 1); of a `TokenGram` its symmetric part."""
-    if isinstance(tokens, TokenGram):
-        return 0.5 * (tokens * scale + tokens * scale.T)
-    return tokens * scale.T
-
-
-def through(cross: Tokens, mapping: Array) -> Tokens:
-    """X mapping, (T, T), for a covariance X of tokens; of a `TokenGram` the symmetric part."""
-    if not isinstance(cross, TokenGram):
-        return cross @ mapping
-    weights = mapping.T
-    seen: Any = seen_only(cross, jnp.any(weights != 0, axis=0))
-    known: Any = nystroem(seen)
-    own = jnp.sum(_dot(weights, known.columns, known.inverse) * known.columns, axis=1)
-    own = own + known.rest * xla.diagonal_of(weights)
-    return TokenGram(0.5 * (known @ weights[seen.places].T + _dot(weights, seen.columns)), own)
-
-
-def form(rows: Array, tokens: Tokens) -> Array:
-    """The quadratic forms rows G rows^T, rows (U, T), all (U, U) of them."""
-    if not isinstance(tokens, TokenGram):
-        return dense_gram(rows, tokens)
-    return pulled(rows, tokens) @ rows.T
-
-
-def spread_within(weights: Array, own: Array, known: Array | Nystroem) -> Array:
-    """sum_c w_c (G_cc - (G w)_c) for each row w of weights (U, T), (U, 1), given diag(G) and G."""
-    if isinstance(known, Nystroem):
-        return (weights @ own - known.within(weights))[:, None]
-    return jnp.sum(weights * (own[None, :] - weights @ known), axis=1, keepdims=True)
-
-
-def total(tokens: Tokens) -> Array:
-    """The sum of all entries, ()."""
-    return jnp.sum(row_sums(tokens)) if isinstance(tokens, TokenGram) else jnp.sum(tokens)
-
-
-def row_sums(tokens: Tokens) -> Array:
-    """The sum of each row, (T, 1)."""
-    if not isinstance(tokens, TokenGram):
-        return jnp.sum(tokens, axis=1, keepdims=True)
-    return nystroem(tokens) @ jnp.ones((len(tokens.diagonal), 1), tokens.diagonal.dtype)
-
-
-def whole(tokens: Tokens | Nystroem) -> Array:
-    """The matrix, (T, T)."""
-    known = tokens if isinstance(tokens, Nystroem) else nystroem(tokens)
-    if not isinstance(known, Nystroem):
-        return known
-    columns, inverse, rest = known
-    return _dot(columns, inverse, columns.T) + xla.diagonal_matrix(rest)
-
-
-@jax.custom_jvp
-@jax.jit  # so that a program holds it once
-def _inverse(core: Array) -> Array:
-    """The inverse of S + ridge for a symmetric S with an average diagonal of one, (r, r).
-
-    Blocked Gauss-Jordan elimination without pivoting: products alone, no LAPACK, which has hung inside
-    `vmap` beside XLA's threads. Where nothing is left of a pivot, as in an indefinite S, its row is
-    left out.
-    """
-    r = len(core)
-    n = -(-r // _BLOCK) * _BLOCK
-    padded = jnp.pad(core, (0, n - r)) + jnp.diag(jnp.where(jnp.arange(n) < r, _RIDGE, 1.0))
-    left = padded.astype(jnp.promote_types(core.dtype, jnp.float32))
-
-    def step(left: Array, start: Array) -> tuple[Array, None]:
-        columns = jax.lax.dynamic_slice_in_dim(left, start, _BLOCK, axis=1)
-        pivots = _sweep(jax.lax.dynamic_slice_in_dim(columns, start, _BLOCK, axis=0))
-        rows = jnp.matmul(columns, -pivots, precision="highest")
-        left = left - jnp.matmul(rows, columns.T, precision="highest")
-        left = jax.lax.dynamic_update_slice_in_dim(left, rows, start, axis=1)
-        left = jax.lax.dynamic_update_slice_in_dim(left, rows.T, start, axis=0)
-        return jax.lax.dynamic_update_slice(left, pivots, (start, start)), None
-
-    swept, _ = jax.lax.scan(step, left, jnp.arange(0, n, _BLOCK))
-    return -swept[:r, :r].astype(core.dtype)
-
-
-@_inverse.defjvp
-def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    inverse = _inverse(*primals)
-    return inverse, -(inverse @ tangents[0] @ inverse)
-
-
-def _sweep(block: Array) -> Array:
-    """Minus the inverse of a small matrix, pivot by pivot; 0 in rows that are left out."""
-    for j in range(len(block)):
-        here = np.arange(len(block)) == j
-        pivot = block[j, j]
-        inverse = jnp.where(pivot > 0.5 * _RIDGE, 1 / jnp.maximum(pivot, 0.5 * _RIDGE), 0)
-        column = block[:, j] * inverse
-        block = block - column[:, None] * block[j][None, :]
-        block = jnp.where(here[:, None], column[None, :], block)
-        block = jnp.where(here[None, :], column[:, None], block)
-        block = jnp.where(here[:, None] & here[None, :], -inverse, block)
-    return block
-
-
-def _check_landmarks(a: TokenGram, b: TokenGram) -> None:
-    if count_of(a) != count_of(b):
-        raise ValueError(
-            "Token Gram matrices that are added or multiplied need the same landmark tokens. Got "
-            f"{count_of(a)} and {count_of(b)}. Begin both with Separable.zeros(shape, landmarks=r)."
-        )

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance import Covariance
+from moment_jax.layers.ends import softmax
 from moment_jax.layers.params import S
-from moment_jax.layers.softmax import softmax
 
 
 def check_categories(name: str, log_probs: Array) -> Array:

@@ -1,14 +1,17 @@
 """Gaussian expectations of plain arrays: moments of nonlinear functions of Gaussian variables.
 
 Elementwise functions return `ElementwiseMoments` (mean, variance, gain, second): `rectified`, `gelu`
-and `piecewise_linear` in closed form, `elementwise` for any other by quadrature. Softmax
-functions take one row of scores; use `jax.vmap` for a batch.
+and `piecewise_linear` in closed form, `elementwise` for any other by quadrature; `of(activation)`
+chooses. Softmax functions take one row of scores; use `jax.vmap` for a batch.
 """
 
-from moment_jax.expectations.gelu import gelu
-from moment_jax.expectations.moments import ElementwiseMoments
-from moment_jax.expectations.quadrature import elementwise
-from moment_jax.expectations.rectified import piecewise_linear, rectified
+from moment_jax.expectations.activations import (
+    ElementwiseMoments,
+    gelu,
+    piecewise_linear,
+    rectified,
+)
+from moment_jax.expectations.quadrature import elementwise, of
 from moment_jax.expectations.softmax import (
     SoftmaxExpansion,
     expected_softmax_jacobian,
@@ -30,6 +33,7 @@ __all__ = [
     "gelu",
     "logsumexp_mean",
     "masked_softmax",
+    "of",
     "piecewise_linear",
     "rectified",
     "softmax_expansion",

@@ -1,6 +1,7 @@
 """Moments of any smooth scalar function of a Gaussian, by Gauss-Hermite quadrature."""
 
 import itertools
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.expectations.moments import ElementwiseMoments, Pair, evaluated
+from moment_jax.expectations.activations import (
+    ElementwiseMoments,
+    Formula,
+    Pair,
+    evaluated,
+    gelu,
+    rectified,
+)
 
 ScalarFunction = Callable[[Array], Array]
 # (point x, constant) -> any pytree of scalars.
@@ -20,6 +28,12 @@ _Integrand = Callable[[Array, Array], Any]
 # which is far more accurate for wide Gaussians but divides rounding errors by s^k.
 _NARROW = 1.0 / 16.0
 _FINER = 16.0  # for functions that bend, how much narrower that is
+
+# Moments, and the function itself in NumPy.
+_CLOSED_FORMS: dict[str, tuple[Formula, Callable[[np.ndarray], np.ndarray]]] = {
+    "relu": (rectified, lambda x: np.maximum(x, 0)),
+    "gelu": (gelu, lambda x: x * (0.5 + 0.5 * np.vectorize(math.erf)(0.5**0.5 * x))),
+}
 
 
 def elementwise(
@@ -69,6 +83,57 @@ def elementwise(
         return found._replace(gain=_FINER * found.gain)
 
     return evaluated("elementwise", moments, mean, variance)
+
+
+def of(activation: str | ScalarFunction) -> Formula:
+    """The moments of an activation, a function (mean, variance) -> `ElementwiseMoments`.
+
+    Args:
+      activation: "relu", "gelu" (the exact one, x Phi(x)), or a JAX function of a scalar. Whatever has
+        the values of these two has their closed forms, `jax.nn.relu` or a `partial` of `jax.nn.gelu`
+        say; any other goes through `elementwise`.
+
+    Raises:
+      ValueError: if the name is unknown.
+      TypeError: if the function does not map a scalar to one.
+
+    >>> of(jax.nn.relu) is of("relu")
+    True
+    """
+    if isinstance(activation, str):
+        if activation not in _CLOSED_FORMS:
+            names = ", ".join(map(repr, _CLOSED_FORMS))
+            raise ValueError(
+                f"An activation is a function of a scalar, or one of {names}. Got {activation!r}. For "
+                "another, give the function, such as jnp.tanh."
+            )
+        return _CLOSED_FORMS[activation][0]
+    try:
+        out = jax.eval_shape(activation, jax.ShapeDtypeStruct((), jnp.float32))
+    except (TypeError, ValueError, AttributeError) as error:
+        out = error
+    if getattr(out, "shape", None) != ():
+        raise TypeError(
+            f"An activation is a function of a scalar. Got {activation!r}, which makes {out!r} of one. "
+            "Give one such as jnp.tanh."
+        )
+    points = np.linspace(-6, 6, 49, dtype=np.float32)
+    with jax.ensure_compile_time_eval():
+        values = np.asarray(jax.vmap(activation)(jnp.asarray(points)), float)
+    for moments, exact in _CLOSED_FORMS.values():
+        if np.allclose(values, exact(points), rtol=1e-5, atol=1e-6):
+            return moments
+    return partial(elementwise, activation)
+
+
+def expected(fn: ScalarFunction, mean: Array, variance: Array, *, num_nodes: int = 20) -> Array:
+    """E[fn(x)] for x ~ N(mean, variance), elementwise.
+
+    Derivatives follow Price's theorem over the same nodes, to any order, and are exact at variance 0.
+    Largest error for softplus over all means: 2e-6, 9e-5 and 7e-4 at a variance of 4, 9 and 16.
+    """
+    constant = jnp.zeros_like(mean)
+    return _mean_derivatives(lambda x, _: fn(x), 0, num_nodes, mean, variance, constant)[0]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))

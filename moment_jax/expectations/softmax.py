@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.expectations.moments import Pair, checked_row
 from moment_jax.expectations.softmax_mean import expected_softmax, masked_softmax
 from moment_jax.xla import diagonal_matrix, diagonal_of, materialized
+
+Pair = tuple[Array, Array]
 
 _MAX_STEPS = 24
 
@@ -272,3 +273,28 @@ def between_contrasts(cov: Array, q: Array) -> Array:
         cov = diagonal_matrix(cov)
     pulled = cov @ q
     return cov - pulled[:, None] - pulled[None, :] + jnp.vdot(q, pulled)
+
+
+def checked_row(
+    name: str, mean: Array, cov: Array, mask: Array | None
+) -> tuple[Array, Array, Array]:
+    """Check one row of scores for `name`; return mean, cov and the mask of unmasked entries.
+
+    Where an entry is masked, by `mask` or by a mean of -inf, the mean is -inf and the covariance 0.
+    """
+    mean, cov = jnp.asarray(mean), jnp.asarray(cov)
+    if mean.ndim != 1 or cov.shape not in (mean.shape, mean.shape * 2):
+        raise ValueError(
+            f"`{name}` takes one row: shape (C,) and cov (C, C) or (C,). "
+            f"Got {mean.shape} and {cov.shape}. For a batch, use jax.vmap({name})."
+        )
+    keep = mean != -jnp.inf  # NaN passes through
+    if mask is not None:
+        if mask.shape != mean.shape or mask.dtype != bool:
+            raise ValueError(
+                f"`{name}` needs a boolean mask of shape {mean.shape}. "
+                f"Got {mask.dtype} {mask.shape}. Use scores_mask.astype(bool)."
+            )
+        keep = keep & mask
+    both = keep if cov.ndim == 1 else keep[:, None] & keep[None, :]
+    return jnp.where(keep, mean, -jnp.inf), jnp.where(both, cov, 0.0), keep

@@ -17,7 +17,6 @@ from moment_jax.nn.belief import matrix_shape
 from moment_jax.nn.plain import as_nnx, is_floating
 from moment_jax.objectives import Categorical, Gaussian
 from moment_jax.posterior import Factorized, FullNormal, KroneckerEigen, Posterior
-from moment_jax.posterior.reshaped import Reshaped
 
 NUMBERS = 2**25  # of the Jacobian at once
 LONGEST = 4096  # axis of a matrix that has Kronecker factors
@@ -83,8 +82,7 @@ def laplace(
       receipt: also return a `LaplaceReceipt`: log evidence, prior precisions, noise variance.
 
     Returns:
-      A linearised `mj.Bayesian`, whose `beliefs` are `KroneckerEigen` (as `Reshaped`, if an array has
-      more axes), `FullNormal` or `Factorized`.
+      A linearised `mj.Bayesian`, whose `beliefs` are `KroneckerEigen`, `FullNormal` or `Factorized`.
 
     Raises:
       TypeError, ValueError: if an argument is invalid or the network in training mode. It warns of
@@ -255,8 +253,7 @@ def _belief(mean: Any, basis: Any, variance: np.ndarray) -> Posterior:
         u, kept = np.asarray(u, np.float64), np.maximum(variance, 1e-12 * variance.max())
         cov: Any = ((u * kept.T) @ u.T).reshape(*shape, *shape)
         return FullNormal(mean, cov)
-    belief = KroneckerEigen(mean.reshape(variance.shape), u, w, jnp.asarray(variance, dtype))
-    return belief if shape == variance.shape else Reshaped(belief, shape)
+    return KroneckerEigen(mean, u, w, jnp.asarray(variance, dtype))
 
 
 def _checked_centre(prior_mean: Any, known: Arrays) -> Arrays:

@@ -5,7 +5,7 @@ from moment_jax.layers import diagonal, full, separable
 from moment_jax.layers.attention import attention, cross_attention
 from moment_jax.layers.blocks import decoder_block, encoder_block
 from moment_jax.layers.dense import dense, matmul
-from moment_jax.layers.embedding import embedding, sinusoidal_positions
+from moment_jax.layers.ends import embedding, mean_pool, sinusoidal_positions, softmax
 from moment_jax.layers.feed_forward import activation, feed_forward, gelu, relu
 from moment_jax.layers.norm import layer_norm, rms_norm
 from moment_jax.layers.params import (
@@ -16,12 +16,10 @@ from moment_jax.layers.params import (
     FeedForwardParams,
     NormParams,
 )
-from moment_jax.layers.pool import mean_pool
 from moment_jax.layers.rules import RULES, Rules
-from moment_jax.layers.softmax import softmax
 
 RULES |= {
-    Diagonal: Rules(diagonal.norm, diagonal.attention, diagonal.feed_forward),
-    Full: Rules(full.norm, full.attention, full.feed_forward),
+    Diagonal: Rules(diagonal.norm, diagonal.attention),
+    Full: Rules(full.norm, full.attention),
     Separable: Rules(separable.norm, separable.attention, separable.feed_forward),
 }

@@ -4,11 +4,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance import Covariance
-from moment_jax.covariance.token_gram import TokenGram, count_of
 from moment_jax.layers import checks
 from moment_jax.layers.params import AttentionParams, S
 from moment_jax.layers.rules import Attending, Carry, rules_of
-from moment_jax.layers.seen import pool_seen
 from moment_jax.xla import materialized_inputs
 
 
@@ -50,8 +48,7 @@ def attention(
 
     Source: Transformer derivation, sections 4.2 to 4.4.
     """
-    cov = pool_seen(cov, mask)
-    return attended(mean, cov, params, num_heads, mask, order)[:2]
+    return attended(mean, cov.seen_by(mask), params, num_heads, mask, order)[:2]
 
 
 @materialized_inputs
@@ -94,7 +91,7 @@ def cross_attention(
 
     Source: Transformer derivation, sections 1.1 and 4.2 to 4.4.
     """
-    memory = memory_mean, pool_seen(memory_cov, mask, memory=True)
+    memory = memory_mean, memory_cov.seen_by(mask, memory=True)
     return attended(mean, cov, params, num_heads, mask, order, memory=memory)[:2]
 
 
@@ -144,15 +141,8 @@ def attended(
             f"all queries, or (heads, queries, keys) == {allowed[2]}, True where a query may look. Got "
             f"{checks.described(mask)}. Use jnp.asarray(mask, bool) in one of these shapes."
         )
-    tokens = getattr(source_cov, "tokens", None)
-    if mask is not None and mask.shape[-2] > 1 and isinstance(tokens, TokenGram):
-        raise ValueError(
-            f"`{name}` needs all tokens as landmarks where a mask is not the same for all queries, for "
-            f"later landmarks tell about earlier tokens. Got {count_of(tokens)} of {len(source)} and a "
-            f"mask {tuple(mask.shape)}. Use a mask (1, {len(source)}), or "
-            f"Separable.zeros(shape, landmarks={len(source)}), in modules landmarks={len(source)}."
-        )
     if mask is not None:
+        source_cov.check_mask(name, mask)
         mask = jnp.broadcast_to(mask, (num_heads, len(mean), len(source)))
     attending = Attending(num_heads, mask, order, turns)
-    return rules_of(cov).attention(mean, cov, memory, params, attending)
+    return rules_of(type(cov)).attention(mean, cov, memory, params, attending)

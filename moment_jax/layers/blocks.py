@@ -8,11 +8,10 @@ from jax import Array
 
 from moment_jax.layers.attention import attended
 from moment_jax.layers.checks import check_moments
-from moment_jax.layers.feed_forward import Activation, fed_forward, relu
+from moment_jax.layers.feed_forward import Activation, fed_forward
 from moment_jax.layers.norm import layer_norm, normalized
 from moment_jax.layers.params import DecoderBlockParams, EncoderBlockParams, NormParams, S
 from moment_jax.layers.rules import Carry
-from moment_jax.layers.seen import pool_seen
 from moment_jax.xla import materialized_inputs
 
 Branch = Callable[[Array, Any], tuple[Array, Any, Carry]]
@@ -35,7 +34,7 @@ def encoder_block(
     *,
     num_heads: int,
     norm_first: bool = False,
-    activation: Activation = relu,
+    activation: Activation = "relu",
     mask: Array | None = None,
     epsilon: float = 1e-6,
     order: int = 2,
@@ -54,7 +53,7 @@ def encoder_block(
       params: beliefs about the parameters.
       num_heads: number of attention heads.
       norm_first: False for post-norm, True for pre-norm.
-      activation: an elementwise transform such as `mj.relu` or `mj.gelu`.
+      activation: "relu", "gelu", or a JAX function of a scalar, such as `jnp.tanh`.
       mask: (T, T), (1, T) for all queries, or (H, T, T) boolean, True where a query may look at a key.
       epsilon: added to the variance in the normalisations.
       order: 1 (Taylor at the mean, as derived) or 2.
@@ -68,7 +67,7 @@ def encoder_block(
     Source: Transformer derivation, section 4.
     """
     check_moments("encoder_block", mean, cov)
-    cov = pool_seen(cov, mask)
+    cov = cov.seen_by(mask)
     norm = Normalization(norm_first, epsilon, order)
     attend = partial(attended, params=params.attention, num_heads=num_heads, mask=mask, order=order)
     transform = partial(fed_forward, params=params.feed_forward, activation=activation)
@@ -86,7 +85,7 @@ def decoder_block(
     *,
     num_heads: int,
     norm_first: bool = False,
-    activation: Activation = relu,
+    activation: Activation = "relu",
     mask: Array | None = None,
     memory_mask: Array | None = None,
     epsilon: float = 1e-6,
@@ -112,8 +111,8 @@ def decoder_block(
     Source: Transformer derivation, section 1.1.
     """
     check_moments("decoder_block", mean, cov)
-    cov = pool_seen(cov, mask)
-    memory = memory_mean, pool_seen(memory_cov, memory_mask, memory=True)
+    cov = cov.seen_by(mask)
+    memory = memory_mean, memory_cov.seen_by(memory_mask, memory=True)
     norm = Normalization(norm_first, epsilon, order)
     heads = partial(attended, num_heads=num_heads, order=order)
     attend = partial(heads, params=params.self_attention, mask=mask)

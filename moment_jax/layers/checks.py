@@ -1,6 +1,5 @@
 """Argument checks, made while tracing; errors state the rule, the value and the fix."""
 
-import inspect
 import operator
 from typing import Any
 
@@ -117,14 +116,3 @@ def described(mask: Any) -> str:
     """The type and shape of a bad mask, for a message."""
     known = isinstance(mask, (jax.Array, np.ndarray))
     return f"{tuple(mask.shape)} of {mask.dtype}" if known else type(mask).__name__
-
-
-def takes(fn: Any, num_arguments: int) -> bool:
-    """Whether `fn` accepts that many arguments, as far as its signature tells."""
-    try:
-        inspect.signature(fn).bind(*range(num_arguments))
-    except TypeError:
-        return False
-    except ValueError:  # no signature
-        pass
-    return True

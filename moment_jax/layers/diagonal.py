@@ -11,9 +11,9 @@ from moment_jax.covariance.numerics import nonnegative, safe_divide
 from moment_jax.expectations import masked_softmax
 from moment_jax.expectations.softmax_mean import quick_expected_softmax
 from moment_jax.layers.dense import dense
-from moment_jax.layers.heads import each_head, kept_jacobian, merge_heads, split_heads, turned
-from moment_jax.layers.params import AttentionParams, DenseParams, FeedForwardParams
-from moment_jax.layers.rules import Attending, Carry, Moments
+from moment_jax.layers.heads import each_head, kept_jacobian, merge_heads, rotate, split_heads
+from moment_jax.layers.params import AttentionParams, DenseParams
+from moment_jax.layers.rules import Attending, Carry
 from moment_jax.xla import diagonal_matrix, diagonal_of, materialized
 
 
@@ -52,21 +52,6 @@ def norm(
     return out, Diagonal.unchecked(carried), lambda cross: cross.rescale(gain)
 
 
-def feed_forward(
-    mean: Array, cov: Diagonal, params: FeedForwardParams, activation: Moments
-) -> tuple[Array, Diagonal, Carry]:
-    """The rule of `feed_forward`: see there."""
-    hidden, hidden_cov = dense(mean, cov, params.hidden)
-    moments = activation(hidden, hidden_cov.variances)
-    out, out_cov = dense(moments.mean, hidden_cov.elementwise(moments), params.output)
-
-    def carry(cross: Any) -> Any:
-        cross = cross.map_features(params.hidden.kernel.mean).rescale(moments.gain)
-        return cross.map_features(params.output.kernel.mean)
-
-    return out, out_cov, carry
-
-
 class _Rows(NamedTuple):
     """Cov[S_ac, S_af] = own_ac [c = f] + query_a (k k^T)_cf: noise of keys, and of the query.
 
@@ -98,7 +83,7 @@ def attention(
     def part(x: Array, cov: Diagonal, p: DenseParams, turn: Array | None) -> tuple[Array, Array]:
         y, y_cov = dense(x, cov, p)
         mean, variance = (split_heads(part, h) for part in (y, y_cov.variances))
-        return turned(mean, turn), turned(variance, None if turn is None else turn**2)
+        return rotate(mean, turn), rotate(variance, None if turn is None else turn**2)
 
     noise = None  # sum_d Cov[q_ad, k_ad] of a token with itself, (H, T)
     kernels = [split_heads(p.kernel.mean, h) for p in (params.query, params.key)]

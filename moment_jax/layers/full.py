@@ -16,9 +16,9 @@ from moment_jax.covariance.cross import Cross
 from moment_jax.covariance.numerics import nonnegative
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers.dense import dense
-from moment_jax.layers.heads import kept_jacobian, merge_heads, split_heads, turned
-from moment_jax.layers.params import AttentionParams, DenseParams, FeedForwardParams
-from moment_jax.layers.rules import Attending, Carry, Moments
+from moment_jax.layers.heads import kept_jacobian, merge_heads, rotate, split_heads
+from moment_jax.layers.params import AttentionParams, DenseParams
+from moment_jax.layers.rules import Attending, Carry
 from moment_jax.xla import materialized
 
 
@@ -48,21 +48,6 @@ def norm(
     return out, cov.map_each(jacobian), lambda cross: cross.map_each(jacobian)
 
 
-def feed_forward(
-    mean: Array, cov: Full, params: FeedForwardParams, activation: Moments
-) -> tuple[Array, Full, Carry]:
-    """The rule of `feed_forward`: see there."""
-    hidden, hidden_cov = dense(mean, cov, params.hidden)
-    moments = activation(hidden, hidden_cov.variance())
-    out, out_cov = dense(moments.mean, hidden_cov.elementwise(moments), params.output)
-
-    def carry(cross: Any) -> Any:
-        cross = cross.map_features(params.hidden.kernel.mean).rescale(moments.gain)
-        return cross.map_features(params.output.kernel.mean)
-
-    return out, out_cov, carry
-
-
 def attention(
     mean: Array,
     cov: Full,
@@ -85,8 +70,8 @@ def attention(
         """Covariance of two projections through the random input that they share."""
         first, second = layers[left].kernel.mean, layers[right].kernel.mean
         cross = jnp.einsum("ip,tisj,jq->tpsq", first, inputs[left][1].cov, second)
-        cross = _turned(_split_both(cross, h), inputs[left][2])
-        return _swap(_turned(_swap(cross), inputs[right][2]))
+        cross = _rotate(_split_both(cross, h), inputs[left][2])
+        return _transpose(_rotate(_transpose(cross), inputs[right][2]))
 
     kv = shared(1, 2)
     qk, qv = (shared(0, 1), shared(0, 2)) if own else (None, None)
@@ -111,7 +96,9 @@ def attention(
     if qv is not None:
         with_value = with_value + jnp.einsum("hcd,hadgfe->hacgfe", k, qv)
     with_value = _through_softmax(weights, with_value / root)
-    of_weights = _swap(_through_softmax(weights, _swap(_through_softmax(weights, of_scores))))
+    of_weights = _transpose(
+        _through_softmax(weights, _transpose(_through_softmax(weights, of_scores)))
+    )
     moment = vv + jnp.einsum("hcd,gfe->hcdgfe", v, v)
     by_scores = jnp.einsum("hacgbf,hcdgfe->hadgbe", of_weights, moment)
     by_values = jnp.einsum("hac,gbf,hcdgfe->hadgbe", weights, weights, vv)
@@ -125,7 +112,7 @@ def attention(
         with_value = gain[..., None, None, None] * with_value
     both = jnp.einsum("hacgfe,gbfhcd->hadgbe", with_value, with_value)
     half = jnp.einsum("hcd,gbf,hacgfe->hadgbe", v, weights, with_value)
-    of_mixed = by_scores + by_values + both + half + _swap(half)
+    of_mixed = by_scores + by_values + both + half + _transpose(half)
     t, width = len(mean), h * q.shape[2]
     of_mixed = of_mixed.transpose(1, 0, 2, 4, 3, 5).reshape(t, width, t, width)
     if order == 2:
@@ -136,10 +123,10 @@ def attention(
         """The change (T, D) of the output for changes of the input (T, D), and of the memory (S, D)."""
         slope, straight = jnp.zeros_like(scores), jnp.zeros_like(q)
         if by_query is not None:
-            dq = turned(split_heads(by_query @ params.query.kernel.mean, h), turns[0])
+            dq = rotate(split_heads(by_query @ params.query.kernel.mean, h), turns[0])
             slope = slope + jnp.einsum("had,hcd->hac", dq, k)
         if by_source is not None:
-            dk = turned(split_heads(by_source @ params.key.kernel.mean, h), turns[1])
+            dk = rotate(split_heads(by_source @ params.key.kernel.mean, h), turns[1])
             slope = slope + jnp.einsum("had,hcd->hac", q, dk)
             straight = weights @ split_heads(by_source @ params.value.kernel.mean, h)
         slope = slope / root
@@ -163,7 +150,7 @@ def _score_cov(q: Array, k: Array, qq: Array, kk: Array, qk: Array | None) -> Ar
         # Cov[q_had, k_gfe] with Cov[k_hcd, q_gbe], and each with the means of the other two.
         result = result + jnp.einsum("hadgfe,gbehcd->hacgbf", qk, qk)
         half = jnp.einsum("had,gfe,gbehcd->hacgbf", q, k, qk)
-        result = result + half + _swap(half)
+        result = result + half + _transpose(half)
     return result / q.shape[2]
 
 
@@ -187,11 +174,11 @@ def _projected(
 ) -> tuple[Array, Array]:
     """All heads' queries, keys or values: mean (H, T, K), covariance (H, T, K, H, T, K)."""
     y, y_cov = dense(mean, cov, params)
-    split = _turned(_split_both(y_cov.cov, h), turn)
-    return turned(split_heads(y, h), turn), _turned(_swap(split), turn)
+    split = _rotate(_split_both(y_cov.cov, h), turn)
+    return rotate(split_heads(y, h), turn), _rotate(_transpose(split), turn)
 
 
-def _turned(cov: Array, turn: Array | None) -> Array:
+def _rotate(cov: Array, turn: Array | None) -> Array:
     """Multiply the first three axes, (H, T, K), by each token's (K, K) matrix."""
     return cov if turn is None else jnp.einsum("htjgse,tjk->htkgse", cov, turn)
 
@@ -203,7 +190,7 @@ def _split_both(cov: Array, num_heads: int) -> Array:
     return cov.reshape(t, num_heads, k, s, num_heads, k).transpose(1, 0, 2, 4, 3, 5)
 
 
-def _swap(cov: Array) -> Array:
+def _transpose(cov: Array) -> Array:
     """Transpose a cross-covariance: exchange its first three axes with its last three."""
     return jnp.transpose(cov, (3, 4, 5, 0, 1, 2))
 

@@ -25,7 +25,7 @@ def merge_heads(array: Array) -> Array:
     return array.swapaxes(0, 1).reshape(t, h * k)
 
 
-def turned(heads: Array, turn: Array | None) -> Array:
+def rotate(heads: Array, turn: Array | None) -> Array:
     """All heads' queries or keys, (H, T, K), each token multiplied by its (K, K) matrix."""
     return heads if turn is None else jnp.einsum("htj,tjk->htk", heads, turn)
 

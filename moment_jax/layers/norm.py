@@ -70,7 +70,7 @@ def normalized(
         raise ValueError(
             f"`{name}` needs epsilon >= 0. Got {epsilon}. It is added to the variance; Flax uses 1e-6."
         )
-    rule = rules_of(cov).norm
+    rule = rules_of(type(cov)).norm
     mean, cov, carry = rule(mean, cov, epsilon=epsilon, order=order, centres=centres)
     carried = carry
     gain, bias = params.scale, params.bias

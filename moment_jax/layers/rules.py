@@ -41,19 +41,20 @@ class Rules(NamedTuple):
     """(mean, cov, *, epsilon, order, centres)."""
     attention: Callable[..., tuple[Array, Any, Carry]]
     """(mean, cov, memory, params, attending); memory is None, or a pair (mean, cov)."""
-    feed_forward: Callable[..., tuple[Array, Any, Carry]]
-    """(mean, cov, params, activation)."""
+    feed_forward: Callable[..., tuple[Array, Any, Carry]] | None = None
+    """(mean, cov, params, moments of the activation); None for one layer after the other."""
 
 
 RULES: dict[type[Covariance], Rules] = {}
 
 
-def rules_of(cov: Covariance) -> Rules:
-    """The rules of a covariance's structure; those of `Full`, projected, for one of a user's own."""
-    for structure in type(cov).__mro__:
-        if structure in RULES:
-            return RULES[structure]
-    return Rules(*(_by_projection(rule) for rule in RULES[Full]))
+def rules_of(structure: type[Covariance]) -> Rules:
+    """The rules of a structure; those of `Full`, projected, for one of a user's own."""
+    for base in structure.__mro__:
+        if base in RULES:
+            return RULES[base]
+    norm, attention, _ = RULES[Full]
+    return Rules(_by_projection(norm), _by_projection(attention))
 
 
 def _by_projection(rule: Callable[..., tuple[Array, Full, Carry]]) -> Callable[..., Any]:

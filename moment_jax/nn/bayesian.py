@@ -24,8 +24,8 @@ from moment_jax.nn.prediction import predicted
 from moment_jax.posterior import Factorized, Posterior, sample_params
 from moment_jax.propagation import linearised as linearise
 from moment_jax.propagation import propagate
+from moment_jax.propagation.errors import Steps
 from moment_jax.propagation.propagator import is_random_input
-from moment_jax.propagation.receipt import Steps
 from moment_jax.xla import with_automatic_axes
 
 

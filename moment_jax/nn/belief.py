@@ -21,7 +21,6 @@ FAMILIES: dict[Any, tuple[str, ...]] = {
     families.Factorized: ("scale",),
     families.FullNormal: ("entries",),
     families.OutputShared: ("scale",),
-    families.MatrixNormal: ("rows", "columns"),
     families.KroneckerEigen: ("in_basis", "out_basis", "scale"),
 }
 
@@ -46,8 +45,8 @@ class Belief(nnx.Module):
 
     Args:
       mean: initial mean, of any shape.
-      family: `Point`, `Factorized`, `OutputShared`, `MatrixNormal`, `KroneckerEigen` or `FullNormal` of
-        `mj.posterior`; `OutputShared`, `MatrixNormal` and `KroneckerEigen` are for matrices only.
+      family: `Point`, `Factorized`, `OutputShared`, `KroneckerEigen` or `FullNormal` of
+        `mj.posterior`; `OutputShared` and `KroneckerEigen` are for matrices only.
       scale: initial standard deviation of every entry.
       prior_scale: standard deviation of the prior; its initial value if learned.
       learn_prior: learn the prior's standard deviation by the same objective.
@@ -77,7 +76,7 @@ class Belief(nnx.Module):
                 "`Belief` needs positive scale and prior_scale. Got "
                 f"{scale} and {prior_scale}. For a certain array, use family=Point."
             )
-        of_matrices = (families.OutputShared, families.MatrixNormal, families.KroneckerEigen)
+        of_matrices = (families.OutputShared, families.KroneckerEigen)
         if mean.ndim != 2 and family in of_matrices:
             raise ValueError(
                 f"`Belief` needs a matrix for {family.__name__}. Got an array of shape "
@@ -98,7 +97,7 @@ class Belief(nnx.Module):
         Raises:
           ValueError: if the family is not supported, or a covariance is singular.
         """
-        known = posterior.belief if isinstance(posterior, families.Reshaped) else posterior
+        known = posterior.matrix
         raw = stored_form(known)
         belief = cls(known.mean, family=families.Point, shape=posterior.shape, **prior)
         belief.family = next(f for f in FAMILIES if isinstance(known, f))
@@ -113,13 +112,13 @@ class Belief(nnx.Module):
         spread = [_spread(name, self.raw[name][...]) for name in FAMILIES[family]]
         if family is families.FullNormal:
             spread = [spread[0].reshape(*mean.shape, *mean.shape)]
-        found: Posterior = family(mean, *spread)
-        return found if found.shape == self.shape else families.Reshaped(found, self.shape)
+        belief: Posterior = family(mean.reshape(self.shape), *spread)
+        return belief
 
     def scale_by(self, factor: Array | float) -> None:
         """Multiply all standard deviations by a positive number."""
         for name, raw in self.raw.items():
-            if name in ("scale", "entries", "rows"):  # one of two factors is enough
+            if name in ("scale", "entries"):
                 raw.set_value(_scaled(name, raw[...], factor))
 
     def fit_prior(self) -> None:
@@ -149,14 +148,12 @@ def stored_form(belief: Posterior) -> dict[str, Array]:
         return {"scale": _inverse_softplus(jnp.sqrt(belief.variance))}
     if isinstance(belief, families.FullNormal):
         return {"entries": _root(belief.cov.reshape(2 * (belief.mean.size,)))}
-    if isinstance(belief, families.MatrixNormal):
-        return {"rows": _root(belief.in_cov), "columns": _root(belief.out_cov)}
     if isinstance(belief, families.KroneckerEigen) and belief.variance.shape == belief.shape:
         scale = _inverse_softplus(jnp.sqrt(belief.variance))
         return {"in_basis": belief.in_basis, "out_basis": belief.out_basis, "scale": scale}
     raise ValueError(
         f"A module needs {', '.join(known.__name__ for known in FAMILIES)} of its own shape. Got "
-        f"{type(getattr(belief, 'belief', belief)).__name__} of shape {belief.shape}."
+        f"{type(belief).__name__} of shape {belief.shape}."
     )
 
 
@@ -204,22 +201,17 @@ def _inverse_softplus(x: Array) -> Array:
 def _initial_raw(
     family: type[Posterior], mean: Array, scale: Array | float
 ) -> dict[str, VariationalScale]:
-    """Parameters of a standard deviation of `scale` for every entry; of two factors, each a root."""
+    """Parameters of a standard deviation of `scale` for every entry."""
     shape, raw = mean.shape, {}
-    sizes = {"rows": shape[:1], "columns": shape[1:], "entries": shape}
+    value = jnp.log(jnp.expm1(jnp.asarray(scale, mean.dtype)))  # softplus's inverse
     for name in FAMILIES[family]:
-        share = 2 if name in ("rows", "columns") else 1
-        value = jnp.log(
-            jnp.expm1(jnp.asarray(scale, mean.dtype) ** (1 / share))
-        )  # softplus's inverse
         if name.endswith("basis"):
             raw[name] = VariationalScale(jnp.eye(shape[name == "out_basis"], dtype=mean.dtype))
         elif name == "scale":
             shape = shape[1:] if family is families.OutputShared else shape
             raw[name] = VariationalScale(jnp.full(shape, value))
         else:
-            eye = jnp.eye(math.prod(sizes[name]), dtype=mean.dtype)
-            raw[name] = VariationalScale(value * eye)
+            raw[name] = VariationalScale(value * jnp.eye(mean.size, dtype=mean.dtype))
     return raw
 
 

@@ -10,7 +10,7 @@ from jax import Array
 from moment_jax import objectives
 from moment_jax.covariance import Diagonal, Moments
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
-from moment_jax.objectives.moments import labels_of, over_batch
+from moment_jax.objectives.checks import labels_of, over_batch
 
 LIKELIHOODS = (Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian)
 

@@ -1,11 +1,5 @@
 """Likelihoods, the ELBO, predictions and metrics, from the mean and covariance of the output."""
 
-from moment_jax.objectives.bernoulli import bernoulli_probabilities
-from moment_jax.objectives.densities import (
-    expected_log_likelihood,
-    expected_log_likelihood_bound,
-    log_marginal,
-)
 from moment_jax.objectives.likelihoods import (
     Bernoulli,
     Categorical,
@@ -14,27 +8,25 @@ from moment_jax.objectives.likelihoods import (
     Likelihood,
     predictive_gaussian,
 )
-from moment_jax.objectives.lower_bound import elbo, kl_warmup, monte_carlo_expected_log_likelihood
-from moment_jax.objectives.metrics import (
-    ReliabilityCurve,
-    accuracy,
-    brier_score,
-    expected_calibration_error,
-    gaussian_crps,
-    gaussian_negative_log_likelihood,
-    interval_coverage,
-    negative_log_likelihood,
-    reliability_curve,
+from moment_jax.objectives.lower_bound import (
+    elbo,
+    expected_log_likelihood,
+    expected_log_likelihood_bound,
+    kl_warmup,
+    log_marginal,
+    monte_carlo_expected_log_likelihood,
 )
-from moment_jax.objectives.prediction import (
+from moment_jax.objectives.predictive import (
     BernoulliPredictive,
     CategoricalPredictive,
     GaussianPredictive,
-)
-from moment_jax.objectives.predictive import (
     TokenUncertainty,
+    accuracy,
+    bernoulli_probabilities,
     class_probabilities,
+    expected_calibration_error,
     log_class_probabilities,
+    negative_log_likelihood,
     token_uncertainty,
 )
 
@@ -47,25 +39,19 @@ __all__ = [
     "GaussianPredictive",
     "HeteroscedasticGaussian",
     "Likelihood",
-    "ReliabilityCurve",
     "TokenUncertainty",
     "accuracy",
     "bernoulli_probabilities",
-    "brier_score",
     "class_probabilities",
     "elbo",
     "expected_calibration_error",
     "expected_log_likelihood",
     "expected_log_likelihood_bound",
-    "gaussian_crps",
-    "gaussian_negative_log_likelihood",
-    "interval_coverage",
     "kl_warmup",
     "log_class_probabilities",
     "log_marginal",
     "monte_carlo_expected_log_likelihood",
     "negative_log_likelihood",
     "predictive_gaussian",
-    "reliability_curve",
     "token_uncertainty",
 ]

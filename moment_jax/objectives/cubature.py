@@ -1,10 +1,10 @@
 """E[log softmax(f)] and log E[softmax(f)] for Gaussian logits f, by a fixed set of points.
 
-The points are f_k = mean + L z_k with L L^T = cov. The z_k are a rank-1 lattice mapped to the normal
-distribution, together with its reflection -z_k, scaled to a variance of exactly one in each coordinate.
-With four points or more per class they are also transformed linearly so that all their second moments
-are exact; the rule then integrates polynomials of degree three exactly. It is deterministic, and its
-error falls roughly as 1 / num_points instead of 1 / sqrt(num_points).
+The points are f_k = mean + L z_k with L L^T = cov. The z_k are scrambled Sobol points mapped to the
+normal distribution, together with their reflections -z_k, scaled to a variance of exactly one in each
+coordinate. With four points or more per class they are also transformed linearly so that all their
+second moments are exact; the rule then integrates polynomials of degree three exactly. It is
+deterministic, and its error falls roughly as 1 / num_points instead of 1 / sqrt(num_points).
 
 Derivatives follow Price's theorem, dE[g]/dmean = E[g'] and dE[g]/dcov = E[g'']/2, over the same
 points. They are finite at any covariance, including singular and zero ones, where the derivative of
@@ -13,7 +13,6 @@ where the covariance is positive definite.
 """
 
 import functools
-import statistics
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +20,9 @@ import numpy as np
 from jax import Array
 
 from moment_jax.covariance.numerics import safe_sqrt, vector_variance
-from moment_jax.xla import diagonal_of
+from moment_jax.linalg import psd_cholesky
 
 Pair = tuple[Array, Array]
-
-_GOLDEN = (5**0.5 - 1) / 2
-# Weight of each coordinate in the lattice's worst-case error; 0.03 to 0.3 do equally well.
-_COORDINATE_WEIGHT = 0.1
-_COLUMNS = 16  # of a root at a time, which saves memory traffic where there are many classes
 
 
 def wide(*arrays: Array) -> tuple[Array, ...]:
@@ -45,34 +39,16 @@ def count_points(num_points: int | None, default: int = 128) -> int:
 
 @functools.lru_cache(maxsize=32)
 def normal_points(num_dims: int, num_points: int) -> np.ndarray:
-    """Points (num_points, num_dims) with mean 0 and second moment the identity, see above.
+    """Points (num_points, num_dims) with mean 0 and second moment the identity, see above."""
+    from scipy.special import ndtri  # here, for they take half a second to import
+    from scipy.stats import qmc
 
-    The lattice is built one coordinate at a time, each with the generator of least worst-case error
-    for smooth periodic functions. Each coordinate is shifted by its own number of cells plus a
-    quarter, which spreads the coordinate and its reflection evenly over all num_points cells. Where
-    generators run out, the others visit the same cells in a random order.
-    """
-    half = num_points // 2
-    index = np.arange(half)
-    generators = np.arange(1, half, 2)
-    fraction = (generators[:, None] * index[None, :] % half) / half
-    kernel = 1 + _COORDINATE_WEIGHT * 2 * np.pi**2 * (fraction**2 - fraction + 1 / 6)
-    product = np.ones(half)
-    used = np.zeros(generators.size)
-    rng = np.random.default_rng(0)
-    uniform = np.empty((half, num_dims))
-    for dim in range(num_dims):
-        if dim >= generators.size:
-            uniform[:, dim] = (rng.permutation(half) + 0.25) / half
-            continue
-        best = int(np.argmin(kernel @ product + used))
-        used[best] = np.inf
-        product = product * kernel[best]
-        product = product / product.mean()
-        cells = np.floor(half * ((dim + 1) * _GOLDEN % 1))
-        uniform[:, dim] = (fraction[best] + (cells + 0.25) / half) % 1
-    quantiles = {u: statistics.NormalDist().inv_cdf(u) for u in np.unique(uniform).tolist()}
-    points = np.vectorize(quantiles.__getitem__, otypes=[float])(uniform)
+    half, generator, parts = num_points // 2, np.random.default_rng(0), []
+    for first in range(0, num_dims, qmc.Sobol.MAXDIM):
+        dims = min(num_dims - first, qmc.Sobol.MAXDIM)
+        parts.append(qmc.Sobol(dims, seed=generator).random(half))
+    # A quarter into its cell, so that a coordinate and its reflection visit all num_points cells.
+    points = ndtri((np.floor(half * np.concatenate(parts, axis=1)) + 0.25) / half)
     points = np.concatenate([points, -points])
     if num_points >= 4 * num_dims:
         eigenvalues, vectors = np.linalg.eigh(points.T @ points / num_points)
@@ -83,40 +59,12 @@ def normal_points(num_dims: int, num_points: int) -> np.ndarray:
     return points
 
 
-def psd_root(cov: Array) -> Array:
-    """Lower-triangular L with L L^T = cov, (C, C), for any positive semidefinite covariance.
-
-    Cholesky's algorithm that skips columns with a zero pivot, some columns at a time. Unlike LAPACK's it
-    works for singular and zero covariances, without jitter.
-    """
-    cov = jnp.asarray(cov)
-    size = cov.shape[0]
-    tolerance = size * jnp.finfo(cov.dtype).eps
-    root = jnp.zeros((size, 0), cov.dtype)
-    for first in range(0, size, _COLUMNS):
-        last = min(first + _COLUMNS, size)
-        left = cov[first:, first:last] - root[first:] @ root[first:last].T
-        rows, least = jnp.arange(size - first), tolerance * diagonal_of(cov[first:last, first:last])
-
-        def add_column(
-            j: Array, panel: Array, left: Array = left, rows: Array = rows, least: Array = least
-        ) -> Array:
-            column = left[:, j] - panel @ panel[j]
-            usable = ~(column[j] <= least[j])  # written so that NaN stays NaN
-            column = column / jnp.sqrt(jnp.where(usable, column[j], 1))
-            return panel.at[:, j].set(jnp.where(usable & (rows >= j), column, 0))
-
-        panel = jax.lax.fori_loop(0, last - first, add_column, jnp.zeros_like(left))
-        root = jnp.concatenate([root, jnp.pad(panel, ((first, 0), (0, 0)))], axis=1)
-    return root
-
-
 def gaussian_points(mean: Array, cov: Array, num_points: int) -> Array:
     """Cubature points for N(mean, cov), (num_points, C); cov is (C,) variances or (C, C)."""
     points = jnp.asarray(normal_points(mean.shape[0], num_points), mean.dtype)
     if cov.ndim == 1:
         return mean[None, :] + points * safe_sqrt(cov)[None, :]
-    return mean[None, :] + points @ psd_root(cov).T
+    return mean[None, :] + points @ psd_cholesky(cov).T
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))

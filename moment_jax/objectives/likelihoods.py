@@ -14,14 +14,14 @@ from jax import Array
 from moment_jax.covariance import Diagonal, Moments
 from moment_jax.covariance.fields import check_array, check_variances
 from moment_jax.covariance.numerics import vector_cov, vector_variance
-from moment_jax.objectives.bernoulli import average
-from moment_jax.objectives.moments import Cov, check_cov, variances
-from moment_jax.objectives.prediction import (
+from moment_jax.expectations.quadrature import expected
+from moment_jax.objectives.checks import Cov, check_cov, variances
+from moment_jax.objectives.predictive import (
     BernoulliPredictive,
     CategoricalPredictive,
     GaussianPredictive,
+    probabilities_with_uncertainty,
 )
-from moment_jax.objectives.predictive import probabilities_with_uncertainty
 from moment_jax.xla import diagonal_matrix
 
 
@@ -88,8 +88,8 @@ class Bernoulli:
     def __call__(self, moments: Moments) -> BernoulliPredictive:
         """The predictive probabilities E[sigmoid(f)], and their uncertainty, entry by entry."""
         mean, variance = moments.mean, moments.variance
-        yes, no = (average(jax.nn.sigmoid, m, variance) for m in (mean, -mean))
-        return BernoulliPredictive(yes, no, average(_entropy_of_logit, mean, variance))
+        yes, no = (expected(jax.nn.sigmoid, m, variance) for m in (mean, -mean))
+        return BernoulliPredictive(yes, no, expected(_entropy_of_logit, mean, variance))
 
 
 def _entropy_of_logit(logit: Array) -> Array:

@@ -27,8 +27,8 @@ def partition_spec(
     Over `model`, kernels of queries, keys, values and hidden layers are split by outputs, those of
     output layers by inputs, embedding tables by rows, and Flax's attention kernels by heads. With `fsdp`
     the other axis is split over `data`. Position tables, all rows of which are used at once, are split
-    by features. Arrays of one kernel axis (a bias, the variances of `OutputShared`, the factors of
-    `MatrixNormal`, the bases of `KroneckerEigen`) follow that axis. An axis that its devices do not
+    by features. Arrays of one kernel axis (a bias, the variances of `OutputShared`, the
+    bases of `KroneckerEigen`) follow that axis. An axis that its devices do not
     divide is not split, and arrays without a rule are replicated. Stacked blocks (`scan=True`) are split
     below their first axis. The parameters of a belief follow the plain network's array, and the leaves
     of an optimizer's state their parameters.
@@ -65,8 +65,7 @@ def _spec(
     rows, columns = _kernel_axes(names, array)
     if not fsdp:
         rows, columns = (None if axis == DATA else axis for axis in (rows, columns))
-    of_rows, of_columns = (rows, None), (columns, None)  # of a MatrixNormal or KroneckerEigen
-    by_name = {"rows": of_rows, "columns": of_columns, "in_basis": of_rows, "out_basis": of_columns}
+    by_name = {"in_basis": (rows, None), "out_basis": (columns, None)}
     by_rank: dict[int, tuple[str | None, ...]] = {1: (columns,), 2: (rows, columns)}
     if SPLITS_OUTPUTS.intersection(names):  # Flax's (features, heads, width)
         by_rank[3] = (rows, columns, None)

@@ -5,12 +5,11 @@
 | `Point` | 0 | in out | any array |
 | `Factorized` | [i = j][o = p] v_io | 2 in out | any array |
 | `OutputShared` | [i = j][o = p] v_o, the derivation's | in out + out | |
-| `MatrixNormal` | A_ij B_op | in out + in^2 + out^2 | |
 | `KroneckerEigen` | sum_ab U_ia U_ja W_ob W_pb v_ab | 2 in out + in^2 + out^2 | |
 | `FullNormal` | everything | in out + (in out)^2 | any array |
 
-`Reshaped` presents a matrix of weights as an array of another shape. Beliefs about trained networks
-come from `mj.laplace` and `from_second_moments`.
+A kernel may also be an array of more axes, such as (D, heads, width): its `matrix` has two. Beliefs
+about trained networks come from `mj.laplace` and `from_second_moments`.
 
 "Any array" includes a bias or a gain (D,). A belief is an immutable pytree: it passes through `jit`,
 `vmap`, `grad` and `scan`, and an optimiser updates its arrays. A stack of beliefs (one for each layer,
@@ -18,23 +17,19 @@ say) has leading axes on every array; call its methods under `jax.vmap`.
 """
 
 from moment_jax.posterior.base import Posterior
-from moment_jax.posterior.correlated import FullNormal, KroneckerEigen, MatrixNormal
+from moment_jax.posterior.correlated import FullNormal, KroneckerEigen
 from moment_jax.posterior.draws import sample_params
-from moment_jax.posterior.independent import Factorized, OutputShared, Point
+from moment_jax.posterior.independent import Factorized, OutputShared, Point, from_second_moments
 from moment_jax.posterior.prior import GaussianPrior
-from moment_jax.posterior.reshaped import Reshaped
-from moment_jax.posterior.second_moments import from_second_moments
 
 __all__ = [
     "Factorized",
     "FullNormal",
     "GaussianPrior",
     "KroneckerEigen",
-    "MatrixNormal",
     "OutputShared",
     "Point",
     "Posterior",
-    "Reshaped",
     "from_second_moments",
     "sample_params",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 from typing import TYPE_CHECKING
 
 from jax import Array
@@ -18,10 +19,10 @@ class Posterior(abc.ABC):
     `kl` is +inf. No method checks values; shapes are checked while tracing. All results have the
     dtype of the arrays given.
 
-    `noise_variance`, `noise_block`, `input_metric`, `rows` and `transpose` are for kernels (in, out),
-    `vector_cov` is for biases and gains (D,). They take one belief: for a stack of beliefs use
-    `jax.vmap`. A subclass defines them by the methods of the same names with an underscore, whose
-    arguments have been checked.
+    `noise_variance`, `noise_block`, `input_metric`, `rows` and `transpose` are for kernels (in, out), as
+    `matrix` makes them, `vector_cov` is for biases and gains (D,). They take one belief: for a stack of
+    beliefs use `jax.vmap`. A subclass defines them by the methods of the same names with an
+    underscore, whose arguments have been checked.
     """
 
     if TYPE_CHECKING:  # dataclasses would take a property of their base for a field's default
@@ -34,6 +35,11 @@ class Posterior(abc.ABC):
     def shape(self) -> tuple[int, ...]:
         """The shape of the array of weights."""
         return self.mean.shape
+
+    @property
+    def matrix(self) -> Posterior:
+        """The weights as a kernel (in, out), if the family holds a matrix in an array of more axes."""
+        return self
 
     # -- any array ------------------------------------------------------------------------------
 
@@ -156,7 +162,8 @@ class Posterior(abc.ABC):
         if len(self.shape) != 2:
             raise ValueError(
                 f"`{type(self).__name__}.{method}` needs a belief about a kernel of shape (in, out). "
-                f"Got {tuple(self.shape)}. For a stack of kernels, use jax.vmap over the belief."
+                f"Got {tuple(self.shape)}. For a stack of kernels, use jax.vmap over the belief; for a "
+                "kernel of more axes, its `matrix`."
             )
 
     @abc.abstractmethod
@@ -177,3 +184,16 @@ class Posterior(abc.ABC):
     def _vector_cov(self) -> Array | None:
         """None if the family holds kernels alone."""
         return None
+
+
+def kernel_shape(shape: tuple[int, ...], outputs: tuple[int, ...]) -> tuple[int, ...]:
+    """(..., in, out) of a kernel of two axes or more, cut where its last axes have `out` entries.
+
+    `outputs` is (..., out), with the leading axes of a stack. Raises a ValueError for a vector.
+    """
+    stacked = max(len(outputs) - 1, 0)
+    stack, array = shape[:stacked], shape[stacked:]
+    if len(array) < 2:
+        raise ValueError("needs the mean of a kernel, of shape (in, out).")
+    cuts = [(math.prod(array[:i]), math.prod(array[i:])) for i in range(1, len(array))]
+    return (*stack, *next((cut for cut in cuts if cut[1:] == outputs[-1:]), cuts[-1]))

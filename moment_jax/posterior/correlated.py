@@ -1,4 +1,4 @@
-"""Beliefs of correlated entries: `MatrixNormal`, `KroneckerEigen` and `FullNormal`."""
+"""Beliefs of correlated entries: `KroneckerEigen` and `FullNormal`."""
 
 from __future__ import annotations
 
@@ -17,95 +17,10 @@ from moment_jax.covariance.fields import (
     register_fields,
 )
 from moment_jax.covariance.numerics import nonnegative, safe_sqrt
-from moment_jax.posterior.base import Posterior
-from moment_jax.posterior.linalg import outer, psd_logdet, psd_sqrt
+from moment_jax.linalg import psd_logdet, psd_sqrt
+from moment_jax.posterior.base import Posterior, kernel_shape
 from moment_jax.posterior.prior import GaussianPrior, divergence
 from moment_jax.xla import diagonal_of
-
-
-@register_fields
-@dataclasses.dataclass(frozen=True)
-class MatrixNormal(Posterior):
-    """Matrix-normal kernel with a Kronecker-factored covariance: Cov[w_io, w_jp] = A_ij B_op.
-
-    Only the product counts: (c A, B / c) is the same belief for every c > 0.
-
-    Args:
-      mean: mean of the kernel, (in, out).
-      in_cov: A, (in, in), symmetric and positive semi-definite.
-      out_cov: B, (out, out), likewise.
-
-    Raises:
-      ValueError: if the shapes do not fit.
-
-    >>> from moment_jax.posterior import GaussianPrior
-    >>> in_cov = jnp.array([[1.0, 0.5], [0.5, 1.0]])
-    >>> kernel = MatrixNormal(jnp.zeros((2, 3)), in_cov, jnp.eye(3))
-    >>> print(kernel.noise_variance(jnp.ones((2,)), jnp.zeros((2,))))
-    [3. 3. 3.]
-    >>> print(f"{kernel.kl(GaussianPrior()):.3f}")  # -3 log(det A) / 2
-    0.432
-    """
-
-    mean: Array
-    in_cov: Array
-    out_cov: Array
-    uncorrelated = False
-
-    def __post_init__(self) -> None:
-        call = "MatrixNormal(mean, in_cov, out_cov)"
-        check_fields(
-            call,
-            "For a kernel (in, out), give covariances (in, in) and (out, out); for a bias or a "
-            "gain, use Factorized or FullNormal.",
-            _factor_shapes,
-            self.mean,
-            self.in_cov,
-            self.out_cov,
-        )
-        check_variances(call, self.in_cov, "i")
-        check_variances(call, self.out_cov, "o")
-
-    def sample(self, key: Array) -> Array:
-        self._check_kernel("sample")
-        noise = jax.random.normal(key, self.shape, self.mean.dtype)
-        return self.mean + psd_sqrt(self.in_cov) @ noise @ psd_sqrt(self.out_cov)
-
-    def marginal_variance(self) -> Array:
-        self._check_kernel("marginal_variance")
-        return diagonal_of(self.in_cov)[:, None] * diagonal_of(self.out_cov)[None, :]
-
-    def kl(self, prior: GaussianPrior) -> Array:
-        self._check_kernel("kl")
-        # log det (A kron B) = out log det A + in log det B, split evenly over the in * out entries.
-        num_in, num_out = self.shape
-        share = psd_logdet(self.in_cov) / num_in + psd_logdet(self.out_cov) / num_out
-        log_variance = jnp.broadcast_to(share, self.shape)
-        return divergence(prior, self.mean, self.marginal_variance(), log_variance)
-
-    def _noise_variance(self, mean: Array, variance: Array) -> Array:
-        total = variance @ diagonal_of(self.in_cov) + jnp.sum((mean @ self.in_cov) * mean, axis=-1)
-        return outer(nonnegative(total), diagonal_of(self.out_cov))
-
-    def _noise_block(self, moment: Array) -> Array:
-        return outer(jnp.einsum("...ij,ij->...", moment, self.in_cov), self.out_cov)
-
-    def _input_metric(self) -> Array:
-        return self.in_cov * jnp.sum(diagonal_of(self.out_cov))
-
-    def _rows(self, indices: Array) -> MatrixNormal:
-        in_cov = self.in_cov[indices][:, indices]
-        return MatrixNormal(self.mean[indices], in_cov, self.out_cov)
-
-    def _transpose(self) -> MatrixNormal:
-        return MatrixNormal(self.mean.T, self.out_cov, self.in_cov)
-
-
-def _factor_shapes(mean: tuple[int, ...]) -> list[tuple[int, ...]]:
-    if len(mean) < 2:
-        raise ValueError("needs the mean of a kernel, of shape (in, out).")
-    *stack, num_in, num_out = mean
-    return [(*stack, num_in, num_in), (*stack, num_out, num_out)]
 
 
 @register_fields
@@ -113,11 +28,13 @@ def _factor_shapes(mean: tuple[int, ...]) -> list[tuple[int, ...]]:
 class KroneckerEigen(Posterior):
     """Kernel with independent coordinates in a Kronecker-factored basis, w = mean + U z W^T.
 
-    Cov[w_io, w_jp] = sum_ab U_ia U_ja W_ob W_pb v_ab. `MatrixNormal` is the case v_ab = a_a b_b; here
-    each pair of directions has a variance of its own, as the posterior of `mj.laplace` needs.
+    Cov[w_io, w_jp] = sum_ab U_ia U_ja W_ob W_pb v_ab: each pair of directions has a variance of its own,
+    as the posterior of `mj.laplace` needs. A matrix-normal kernel, Cov[w_io, w_jp] = A_ij B_op, is the
+    case v_ab = a_a b_b with a, U = jnp.linalg.eigh(A) and b, W = jnp.linalg.eigh(B).
 
     Args:
-      mean: mean of the kernel, (in, out).
+      mean: mean of the kernel, (in, out), or of an array such as (in, heads, width), cut where its last
+        axes have `out` entries.
       in_basis: U, (in, in), orthogonal, a direction in each column; or rows of such a matrix, (in, A).
       out_basis: W, (out, out), likewise; or (out, B).
       variance: v, (in, out), or (A, B), not negative.
@@ -143,12 +60,14 @@ class KroneckerEigen(Posterior):
 
     def __post_init__(self) -> None:
         call = "KroneckerEigen(mean, in_basis, out_basis, variance)"
-        fix = "For a kernel (in, out), give bases (in, in) and (out, out) and variances (in, out)."
+        fix = (
+            "For a kernel (in, out), give bases (in, in) and (out, out) and variances (in, out); for a "
+            "bias or a gain, use Factorized or FullNormal."
+        )
         width = getattr(self.variance, "shape", (0, 0))[-2:]
 
-        def shapes(mean: tuple[int, ...]) -> list[tuple[int, ...]]:
-            _factor_shapes(mean)
-            *stack, rows, columns = mean
+        def shapes(_: tuple[int, ...]) -> list[tuple[int, ...]]:
+            *stack, rows, columns = self._kernel_shape
             return [(*stack, rows, *width[:1]), (*stack, columns, *width[1:]), (*stack, *width)]
 
         check_fields(call, fix, shapes, self.mean, self.in_basis, self.out_basis, self.variance)
@@ -163,27 +82,45 @@ class KroneckerEigen(Posterior):
                         f"identity by {error:.3g}. Take them from numpy.linalg.eigh."
                     )
 
+    @property
+    def _kernel_shape(self) -> tuple[int, ...]:
+        return kernel_shape(self.shape, jnp.shape(self.out_basis)[:-1])
+
+    @property
+    def matrix(self) -> KroneckerEigen:
+        return dataclasses.replace(self, mean=self.mean.reshape(self._kernel_shape))
+
     def sample(self, key: Array) -> Array:
-        self._check_kernel("sample")
+        self._check_one("sample")
         noise = jax.random.normal(key, self.variance.shape, self.mean.dtype)
-        if self.variance.shape == self.shape:  # the symmetric root
+        if self.variance.shape == self._kernel_shape:  # the symmetric root
             noise = self.in_basis.T @ noise @ self.out_basis
-        return self.mean + self.in_basis @ (safe_sqrt(self.variance) * noise) @ self.out_basis.T
+        deviation = self.in_basis @ (safe_sqrt(self.variance) * noise) @ self.out_basis.T
+        return self.mean + deviation.reshape(self.shape)
 
     def marginal_variance(self) -> Array:
-        self._check_kernel("marginal_variance")
-        return self.in_basis**2 @ self.variance @ (self.out_basis**2).T
+        self._check_one("marginal_variance")
+        return (self.in_basis**2 @ self.variance @ (self.out_basis**2).T).reshape(self.shape)
 
     def kl(self, prior: GaussianPrior) -> Array:
-        self._check_kernel("kl")
-        if self.variance.shape != self.shape:
+        self._check_one("kl")
+        if self.variance.shape != self._kernel_shape:
             return FullNormal(self.mean, self.dense_cov()).kl(prior)
-        return divergence(prior, self.mean, self.marginal_variance(), jnp.log(self.variance))
+        log_variance = jnp.log(self.variance).reshape(self.shape)
+        return divergence(prior, self.mean, self.marginal_variance(), log_variance)
 
     def dense_cov(self) -> Array:
-        """Cov[w_io, w_jp], (in, out, in, out)."""
+        """Cov[w_io, w_jp], (in, out, in, out), in general twice the mean's shape."""
         u, w = self.in_basis, self.out_basis
-        return jnp.einsum("ia,ob,ab,ja,pb->iojp", u, w, self.variance, u, w)
+        dense = jnp.einsum("ia,ob,ab,ja,pb->iojp", u, w, self.variance, u, w)
+        return dense.reshape(2 * self.shape)
+
+    def _check_one(self, method: str) -> None:
+        if self.variance.ndim != 2:
+            raise ValueError(
+                f"`KroneckerEigen.{method}` needs one belief, about a kernel. Got {self.shape}. For a "
+                "stack of beliefs, use jax.vmap."
+            )
 
     def _noise_variance(self, mean: Array, variance: Array) -> Array:
         squares = (mean @ self.in_basis) ** 2 + variance @ self.in_basis**2

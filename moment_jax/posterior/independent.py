@@ -1,8 +1,9 @@
-"""Beliefs of independent entries: `Point`, `Factorized` and `OutputShared`."""
+"""Beliefs of independent entries: `Point`, `Factorized` and `OutputShared`; those that Adam knows."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,7 @@ from moment_jax.covariance.fields import (
     register_fields,
 )
 from moment_jax.covariance.numerics import safe_sqrt
-from moment_jax.posterior.base import Posterior
-from moment_jax.posterior.linalg import outer
+from moment_jax.posterior.base import Posterior, kernel_shape
 from moment_jax.posterior.prior import GaussianPrior, divergence, log_density
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
@@ -144,7 +144,8 @@ class OutputShared(_Independent):
     its n_c is `in`. With the prior N(0, I), `kl` is 1/2 sum_r (n_c v_r + |mu_r|^2 - n_c - n_c log v_r).
 
     Args:
-      mean: mean of the kernel, (in, out).
+      mean: mean of the kernel, (in, out), or of an array such as (in, heads, width), cut where its last
+        axes have `out` entries.
       variance: v, (out,), not negative.
 
     Raises:
@@ -167,17 +168,27 @@ class OutputShared(_Independent):
         check_fields(
             "OutputShared(mean, variance)",
             "For a bias, a gain, or a variance of each entry, use Factorized(mean, variance).",
-            _variance_shape,
+            lambda _: [(*self._kernel_shape[:-2], self._kernel_shape[-1])],
             self.mean,
             self.variance,
         )
         check_variances("OutputShared(mean, variance)", self.variance)
 
+    @property
+    def _kernel_shape(self) -> tuple[int, ...]:
+        return kernel_shape(self.shape, jnp.shape(self.variance))
+
+    @property
+    def matrix(self) -> OutputShared:
+        return OutputShared(self.mean.reshape(self._kernel_shape), self.variance)
+
     def marginal_variance(self) -> Array:
-        return jnp.broadcast_to(jnp.asarray(self.variance)[..., None, :], self.shape)
+        variance = jnp.asarray(self.variance)[..., None, :]
+        return jnp.broadcast_to(variance, self._kernel_shape).reshape(self.shape)
 
     def _of_squares(self, squares: Array) -> Array:
-        return outer(jnp.sum(squares, axis=-1), self.variance)
+        total = jnp.sum(squares, axis=-1, keepdims=True)
+        return total * jnp.broadcast_to(self.variance, (*total.shape[:-1], *self.variance.shape))
 
     def _rows(self, indices: Array) -> OutputShared:
         return OutputShared(self.mean[indices], self.variance)
@@ -187,7 +198,39 @@ class OutputShared(_Independent):
         return Factorized(self.mean.T, self.marginal_variance().T)
 
 
-def _variance_shape(mean: tuple[int, ...]) -> list[tuple[int, ...]]:
-    if len(mean) < 2:
-        raise ValueError("needs the mean of a kernel, of shape (in, out), and a variance (out,).")
-    return [mean[:-2] + mean[-1:]]
+def from_second_moments(
+    params: Any, state: Any, *, dataset_size: int, batch_size: int, prior_precision: float = 1.0,
+    decay: float = 0.999,
+) -> Any:  # fmt: skip
+    """A tree of `Factorized` beliefs of variance 1 / (N B nu / (1 - decay^t) + prior_precision).
+
+    nu, Adam's second moments, averages the squared gradients of the mean loss over batches of B of the N
+    examples, which at an optimum is 1/B of an example's. So N B nu estimates the diagonal of the
+    empirical Fisher matrix: a rough Laplace approximation, to be used with `linearised`. `params` are
+    trained, `state` is the optimiser's, with one `optax.ScaleByAdamState`, and `decay` Adam's `b2`.
+
+    Raises:
+      ValueError: if the state has no second moments of these parameters, or a number is not positive.
+
+    >>> import optax
+    >>> params = {"w": jnp.ones(2)}
+    >>> adam = optax.adam(1e-3)
+    >>> _, state = adam.update({"w": jnp.array([0.0, 0.1])}, adam.init(params), params)
+    >>> print(from_second_moments(params, state, dataset_size=90, batch_size=10)["w"].variance.round(3))
+    [1.  0.1]
+    """
+    kept = jax.tree.leaves(state, is_leaf=lambda node: hasattr(node, "nu"))
+    found = [node for node in kept if hasattr(node, "nu") and hasattr(node, "count")]
+    shapes = [jax.tree.map(jnp.shape, tree) for tree in (params, *(node.nu for node in found))]
+    if min(dataset_size, batch_size, prior_precision) <= 0 or shapes != shapes[:1] * 2:
+        raise ValueError(
+            "`from_second_moments` needs positive sizes and prior_precision, and the state of one Adam "
+            f"(ScaleByAdamState) for the same parameters. Got {dataset_size}, {batch_size}, "
+            f"{prior_precision} and the shapes {shapes}."
+        )
+    scale = dataset_size * batch_size / (1 - decay ** jnp.maximum(found[0].count, 1))
+
+    def belief(mean: Any, nu: Any) -> Factorized:
+        return Factorized(mean, (1 / (scale * nu + prior_precision)).astype(mean.dtype))
+
+    return jax.tree.map(belief, params, found[0].nu)

@@ -4,14 +4,10 @@ from moment_jax.propagation import (  # importing them registers their rules
     attention,
     dense,
     elementwise,
-    feed_forward,
-    loops,
+    joins,
     normalization,
-    products,
-    tied,
-    views,
 )
-from moment_jax.propagation.errors import PropagationError
-from moment_jax.propagation.linearisation import linearised
+from moment_jax.propagation.errors import PropagationError, Step
 from moment_jax.propagation.propagator import propagate, propagation_rule
-from moment_jax.propagation.receipt import Receipt, Step
+from moment_jax.propagation.regions import Receipt
+from moment_jax.propagation.weights import linearised

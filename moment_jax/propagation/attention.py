@@ -1,8 +1,7 @@
 """Attention, recognised by what it computes: softmax of products of two projections, times a third."""
 
 import itertools
-import math
-from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,36 +9,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moment_jax.covariance import Diagonal, Separable
+from moment_jax.covariance import Diagonal
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt
+from moment_jax.covariance.pool import pool_seen
 from moment_jax.layers.attention import attended
 from moment_jax.layers.dense import dense
 from moment_jax.layers.params import AttentionParams, DenseParams
-from moment_jax.layers.seen import pool_seen
 from moment_jax.posterior import Factorized, OutputShared, Point
-from moment_jax.propagation import regions
-from moment_jax.propagation.crosses import joined
-from moment_jax.propagation.dense import Projection, projection, turned
+from moment_jax.propagation import arrays, regions
+from moment_jax.propagation.arrays import Axes, Moments, Places
+from moment_jax.propagation.dense import Projection, identity, projection, rotated
 from moment_jax.propagation.errors import LINEARISE, refuse
 from moment_jax.propagation.graph import Node, as_weight, weights_in
-from moment_jax.propagation.moments import Axes, Base, Moments, as_rows, made, ordered, taken
-from moment_jax.propagation.primitives import factors, in_product, is_known, is_view, moved
+from moment_jax.propagation.joins import combined
 from moment_jax.propagation.propagator import Pooled, Propagator, pattern
 from moment_jax.propagation.weights import Weight, overlap, select
-
-
-class Core(NamedTuple):
-    """Attention without its output projection: (T, H K), with heads outermost in the features."""
-
-    parts: tuple[Projection, ...]  # queries, keys and values
-    columns: tuple[np.ndarray, np.ndarray, np.ndarray]  # of these, (H, K)
-    places: np.ndarray  # of the array's entries, in (T, H K)
-    rows: Any = None  # what they see, `Rows`
-
-    @property
-    def width(self) -> int:
-        """H K."""
-        return self.columns[0].size
 
 
 class Rows(NamedTuple):
@@ -51,26 +35,41 @@ class Rows(NamedTuple):
     even: Any = None  # the weights of these tokens, (T, S)
 
 
+@dataclass(frozen=True, eq=False)
+class Core(arrays.View):
+    """Attention without its output projection: (T, H K), with heads outermost in the features."""
+
+    parts: tuple[Projection, ...]  # queries, keys and values
+    columns: tuple[Places, ...]  # of these layers, (H, K)
+    places: Places  # of the array's entries, in (T, H K)
+    rows: Rows
+
+    @property
+    def width(self) -> int:
+        """H K."""
+        return self.columns[0].size
+
+    @property
+    def shares_columns(self) -> bool:
+        """Whether heads share queries, keys or values."""
+        return any(len(np.unique(c)) < c.size for c in self.columns)
+
+
 @pattern
 def _attention(propagator: Propagator, node: Node) -> Moments | None:
     """Attention with its output projection if one follows: heads then keep their common noise."""
-    if node.op == "reduce_sum":
-        core = _seen_core(propagator, node.operands[0])
-        return None if core is None else _summed(propagator, node, core)
     if node.op != "dot_general":
         return None
     core = _core(propagator, node)
     if core is not None:
-        identity = DenseParams(Point(jnp.eye(core.width, dtype=core.parts[0].x.mean.dtype)))
-        return _moments(propagator, node, core, identity, core.places)
+        kernel = Point(jnp.eye(core.width, dtype=core.parts[0].x.mean.dtype))
+        return _moments(propagator, node, core, DenseParams(kernel), core.places)
     for side in (0, 1):
-        weight = as_weight(node.operands[1 - side])
-        core = None if weight is None else _seen_core(propagator, node.operands[side])
-        if (
-            core is not None
-            and weight is not None
-            and not overlap(weights_in(node.operands[side]), [weight])
-        ):
+        weight, value = as_weight(node.operands[1 - side]), node.operands[side]
+        if weight is None or overlap(weights_in(value), [weight]):
+            continue
+        core = regions.through_views(value, partial(_core, propagator))
+        if core is not None:
             return _projected(propagator, node, core, weight, side)
     return None
 
@@ -78,88 +77,59 @@ def _attention(propagator: Propagator, node: Node) -> Moments | None:
 def _projected(
     propagator: Propagator, node: Node, core: Core, weight: Weight, side: int
 ) -> Moments | None:
-    own, other = factors(node)[side], factors(node)[1 - side]
-    if any(core.places.shape[i] > 1 for i in own.batch):
+    """Attention with this output projection, if it takes the features of each token in one order."""
+    own, other = arrays.factors(node)[side], arrays.factors(node)[1 - side]
+    if any(core.shape[i] > 1 for i in own.batch):
         return None
-    rows = as_rows(core.places, own.free, own.contracted)
-    columns = rows[0]  # in which order the features come
+    rows = arrays.as_rows(core.places, own.free, own.contracted)
     first = np.arange(len(rows))[:, None] * core.width
-    if not np.array_equal(rows, first + columns) or len(columns) != core.width:
+    if not np.array_equal(rows, first + rows[0]) or rows.shape[1] != core.width:
         return None
-    ordered_rows = as_rows(weight.places, other.contracted, other.free)[np.argsort(columns)]
-    kernel = select(weight.posterior, ordered_rows)
+    of_features = arrays.as_rows(weight.places, other.contracted, other.free)
+    kernel = select(weight.posterior, of_features[np.argsort(rows[0])])
     if kernel is None:
         return None
-    places = in_product(node, side, np.arange(node.size))
+    places = arrays.in_product(node, side, np.arange(node.size))
     return _moments(propagator, node, core, DenseParams(kernel), places)
 
 
-def _summed(propagator: Propagator, node: Node, core: Core) -> Moments | None:
-    """A sum over heads or features, as a known output projection."""
-    shape, axes = (core.places.size // core.width, core.width), node.params["axes"]
-    m = Moments(Base(jnp.zeros(shape), Diagonal.zeros(shape), None), core.places)
-    tokens, features = m.natural()
-    if set(axes) & set(tokens):
-        return None
-    rows = as_rows(core.places, tokens, features)
-    if not np.array_equal(rows, np.arange(shape[0])[:, None] * core.width + rows[0]):
-        return None
-    left = [i for i in range(m.ndim) if i not in axes]
-    entry = np.arange(math.prod(m.shape[i] for i in features if i not in axes))
-    entry = entry.reshape([1 if i in axes else m.shape[i] for i in features])
-    entry = np.broadcast_to(entry, [m.shape[i] for i in features]).ravel()
-    kernel = np.zeros((core.width, entry.max() + 1))
-    kernel[rows[0], entry] = 1
-    kept = [tuple(left.index(i) for i in g if i not in axes) for g in (tokens, features)]
-    output = DenseParams(Point(jnp.asarray(kernel, core.parts[0].x.mean.dtype)))
-    return _moments(propagator, node, core, output, ordered(node.shape, *kept))
-
-
 def _moments(
-    propagator: Propagator, node: Node, core: Core, output: DenseParams, places: np.ndarray
+    propagator: Propagator, node: Node, core: Core, output: DenseParams, places: Places
 ) -> Moments | None:
-    (query, key, value), (mask, level, lost, even) = core.parts, core.rows
-    x, source = query.x, key.x
+    query, key, value = core.parts
+    (mask, level, *_), x, source = core.rows, query.x, key.x
     own = x.mean is source.mean
     # Nothing is hidden by order where each looks at whom it is seen by, as in a batch of sequences.
-    mutual = is_known(mask) and mask.ndim == 2 and np.array_equal(mask, np.transpose(mask))
-    if own and propagator.pool is None and isinstance(x.cov, Separable):
+    mutual = arrays.is_known(mask) and mask.ndim == 2 and np.array_equal(mask, np.transpose(mask))
+    if own and propagator.pool is None and x.cov.pools:
         pool = propagator.pool_read(len(x.mean), mask)
-        if pool is not None or not (mutual or mask is None):
-            zeros = type(source.cov).zeros(source.cov.shape, source.cov.dtype)
-            raise Pooled(*((pool_seen(zeros, mask).pool, False) if pool is None else (pool, True)))
+        if pool is not None:
+            raise Pooled(pool, True)
+        if not (mutual or mask is None):
+            seen = pool_seen(mask, jnp.zeros(len(x.mean), bool))
+            raise Pooled(seen.astype(x.cov.dtype), False)
     read = mutual or (own and propagator.reading and source.cov.pool is propagator.pool)
-    seen = source.cov if read else pool_seen(source.cov, mask, memory=not own)
-    cov = seen if own else x.cov
-    repeated = any(len(np.unique(c)) < c.size for c in core.columns)
-    of_query, of_key, of_value = (
-        p.params(c) for p, c in zip(core.parts, core.columns, strict=True)
-    )
-    if of_query is None or of_key is None or of_value is None:
+    seen = source.cov if read else source.cov.seen_by(mask, memory=not own)
+    layers: Any = [part.params(c) for part, c in zip(core.parts, core.columns, strict=True)]
+    if None in layers:
         return None  # no family for these columns
-    params = AttentionParams(of_query, of_key, of_value, output)
-    turn = query.turn
+    rotation = query.rotation
     if level is not None:  # no score without a query
         k = core.columns[0].shape[1]
-        turn = jnp.eye(k, dtype=x.mean.dtype)[None] if turn is None else turn
-        turn = jnp.where(level[:, None, None], 0, turn)
+        rotation = jnp.eye(k, dtype=x.mean.dtype)[None] if rotation is None else rotation
+        rotation = jnp.where(level[:, None, None], 0, rotation)
 
-    mean, out, carried = attended(
-        x.mean, cov, params, len(core.columns[0]), mask, 2,
-        memory=None if own else (source.mean, seen), turns=(turn, key.turn),
+    of_query, of_key, of_value = layers
+    params = AttentionParams(of_query, of_key, of_value, output)
+    mean, cov, carried = attended(
+        x.mean, seen if own else x.cov, params, len(core.columns[0]), mask, 2,
+        memory=None if own else (source.mean, seen), turns=(rotation, key.rotation),
     )  # fmt: skip
     parent: Any = x, carried
     if not own and not isinstance(query.source, Node):
         parent = source, lambda cross: carried(None, cross)
-    if level is not None:  # averages of the values
-        width = value.layer.kernel.shape[1]
-        pick = jax.nn.one_hot(core.columns[2].ravel(), width, dtype=mean.dtype).T
-        average, of_average = dense(even @ source.mean, source.cov.map_tokens(even), value.layer)
-        average, of_average = dense(average @ pick, of_average.map_features(pick), output)
-        mean = jnp.where(level[:, None], average, mean)
-        mean = jnp.where(lost[:, None], jnp.nan, mean)
-        size = safe_sqrt(safe_divide(of_average.variance(), out.variance()))
-        out = out.rescale(jnp.where(level[:, None], size, 1))
+    if level is not None:
+        mean, cov = _with_level_rows(core, output, mean, cov)
     assumed = "input and weights independent"
     if not own and isinstance(query.source, Node):
         assumed += "; x and memory too"
@@ -167,28 +137,31 @@ def _moments(
             assumed += ", though x has attended to it before"
         for part in (key, value):
             part.product.memory = True
-    if repeated and isinstance(cov, Diagonal):
+    if isinstance(cov, Diagonal) and core.shares_columns:
         assumed += "; heads too, though they share keys or values"
-    if query.turn is not None or key.turn is not None:
+    if query.rotation is not None or key.rotation is not None:
         assumed += "; rotary positions turn means, and covariances as far as the structure can"
     propagator.note(node, "attention" if own else "cross_attention", assumed)
-    return made(mean, out, places, parent)
+    return arrays.made(mean, cov, places, parent)
 
 
-def _seen_core(propagator: Propagator, node: Any) -> Core | None:
-    """Attention seen through views."""
-    if not isinstance(node, Node):
-        return None
-    if node.op == "dot_general":
-        return _core(propagator, node)
-    first, *rest = node.operands
-    core = _seen_core(propagator, first) if is_view(node) else None
-    seen = None if core is None else moved(node, core.places, rest)
-    return None if core is None or seen is None else core._replace(places=seen[node.output])
+def _with_level_rows(core: Core, output: DenseParams, mean: Any, cov: Any) -> tuple[Any, Any]:
+    """The moments, with averages of the values in the rows that do not depend on the scores."""
+    value, (_, level, lost, even) = core.parts[2], core.rows
+    width = value.layer.kernel.shape[1]
+    pick = jax.nn.one_hot(core.columns[2].ravel(), width, dtype=mean.dtype).T
+    average, spread = dense(even @ value.x.mean, value.x.cov.map_tokens(even), value.layer)
+    average, spread = dense(average @ pick, spread.map_features(pick), output)
+    mean = jnp.where(level[:, None], average, mean)
+    size = safe_sqrt(safe_divide(spread.variance(), cov.variance()))
+    cov = cov.rescale(jnp.where(level[:, None], size, 1))
+    return jnp.where(lost[:, None], jnp.nan, mean), cov
 
 
 def _core(propagator: Propagator, node: Node) -> Core | None:
     """A product of attention weights and values, or None."""
+    if node.op != "dot_general":
+        return None
     for side in (0, 1):
         weights, values = node.operands[side], node.operands[1 - side]
         if not isinstance(weights, Node) or isinstance(values, Weight):
@@ -197,59 +170,44 @@ def _core(propagator: Propagator, node: Node) -> Core | None:
         scores = next((x for x in before if x.op == "dot_general"), None)
         if scores is None or any(isinstance(x, Weight) for x in scores.operands):
             continue
+        if not any(n.op in ("exp", "exp2") for n in regions.between(weights, [scores])):
+            continue
+        # As layers of one array, or else as one array in which all three stand side by side.
         nodes = (*scores.operands, values)
-        found = (projection(propagator, x) for x in nodes)
-        parts = tuple(part for part in found if part is not None)
+        parts = [projection(propagator, x) for x in nodes]
         layout = None
-        if len(parts) == 3 and _each_used_once(nodes, parts):
-            layout = _find_layout(node, side, weights, scores, parts)
-        apart = layout is not None and _apart(propagator, layout[0])
-        if not apart:
-            if not any(n.op == "exp" for n in regions.between(weights, [scores])):
-                continue
-            axes = *factors(scores), factors(node)[1 - side]
-            features = (
-                *((*a.batch, *a.contracted) for a in axes[:2]), (*axes[2].batch, *axes[2].free)
-            )  # fmt: skip
-            parts = tuple(map(partial(_as_it_is, propagator), nodes, features))
-            layout = _find_layout(node, side, weights, scores, parts)
+        if None not in parts and _each_used_once(nodes, parts):
+            layout = _layout(node, side, weights, scores, parts)
+        of_layers = layout is not None and _of_one_array(propagator, layout[0])
+        if not of_layers:
+            axes = *arrays.factors(scores), arrays.factors(node)[1 - side]
+            features = [(*a.batch, *a.contracted) for a in axes[:2]]
+            features.append((*axes[2].batch, *axes[2].free))
+            parts = [_as_it_is(propagator, *x) for x in zip(nodes, features, strict=True)]
+            layout = _layout(node, side, weights, scores, parts)
         core = None if layout is None else _read(propagator, weights, scores, *layout)
-        return core if core is None or apart else _side_by_side(propagator, node, core)
+        return core if core is None or of_layers else _side_by_side(propagator, node, core)
     return None
 
 
-def _apart(propagator: Propagator, core: Core) -> bool:
+def _of_one_array(propagator: Propagator, core: Core) -> bool:
     """Whether keys and values are layers of one array, and heads share no columns of any layer.
 
     In `Diagonal` they may, for its entries are independent anyway.
     """
-    repeated = any(len(np.unique(c)) < c.size for c in core.columns)
-    if core.parts[1].x.mean is not core.parts[2].x.mean:
-        return False
-    return not repeated or issubclass(propagator.structure, Diagonal)
+    _, key, value = core.parts
+    shared = core.shares_columns and not propagator.structure.entrywise
+    return key.x.mean is value.x.mean and not shared
 
 
 def _as_it_is(propagator: Propagator, value: Any, features: Axes) -> Projection:
-    """Any array as a layer of itself, the identity, turned by rotary positions if it has some.
+    """Any array as a layer of itself, rotated if it is; a certain one has these features."""
 
-    A certain one has these features.
-    """
-    if isinstance(value, Node):
-        first, *rest = value.operands
-        if is_view(value) and isinstance(first, Node) and all(map(is_known, rest)):
-            inner = _as_it_is(propagator, first, features)
-            places = moved(value, inner.places, rest)
-            if inner.turn is not None and places is not None:
-                return inner._replace(places=places[value.output])
-        else:
-            found = turned(propagator, value, partial(_as_it_is, features=features))
-            if found is not None:
-                return found
-    known = not isinstance(value, Node)
-    m = propagator.certain(value, features) if known else propagator.moments(value)
-    x = m.sequence()
-    layer = DenseParams(Point(jnp.eye(x.mean.shape[1], dtype=x.mean.dtype)))
-    return Projection(x, layer, ordered(np.shape(value), *x.axes), value, value)
+    def rotation(n: Node) -> Projection | None:
+        return None if arrays.is_view(n) else rotated(n, partial(identity, propagator))
+
+    found = regions.through_views(value, rotation)
+    return identity(propagator, value, features) if found is None else found
 
 
 def _side_by_side(propagator: Propagator, node: Node, core: Core) -> Core:
@@ -263,45 +221,45 @@ def _side_by_side(propagator: Propagator, node: Node, core: Core) -> Core:
         order = np.full((count, ends[-1]), -1)
         order[:t, end - width : end] = x.order
         placed.append(x.base.at(order))
-    base = joined(propagator, node, placed)
+    base, _ = combined(propagator, node, placed)
     base.node = node
-    whole = Moments(base, np.arange(base.mean.size).reshape(base.mean.shape))
-    both = propagator.pooled(whole).sequence((0,), (1,))
+    whole = propagator.pooled(Moments(base, arrays.numbered(base.mean.shape)))
     layer = DenseParams(Point(jnp.eye(ends[-1], dtype=base.mean.dtype)))
-    parts = [part._replace(x=both, layer=layer) for part in core.parts]
-    scale = core.parts[0].layer.kernel.mean[0, 0]  # that of the scores
+    both, scale = whole.sequence((0,), (1,)), core.parts[0].layer.kernel.mean[0, 0]  # of the scores
+    parts = [replace(part, x=both, layer=layer) for part in core.parts]
     parts[0] = parts[0].times(scale)
-    starts = (0, *ends[:-1])
-    columns = tuple(c + start for c, start in zip(core.columns, starts, strict=True))
-    mask, level, lost, even = core.rows
-    if queries != keys:  # rows and columns that nobody looks at
-        grow = [(0, count - queries), (0, count - keys), (0, 0)]
-        parts = [
-            part
-            if part.turn is None
-            else part._replace(turn=jnp.pad(part.turn, (n, (0, 0), (0, 0))))
-            for part, n in zip(parts, grow, strict=True)
+    columns = tuple(c + start for c, start in zip(core.columns, (0, *ends[:-1]), strict=True))
+    rows = core.rows
+    if queries != keys:  # further queries and keys, at which nobody looks
+        more, none = (0, count - queries), (0, 0)
+        beyond = (0, count - keys)
+        mask = jnp.ones((1, keys), bool) if rows.mask is None else rows.mask
+        mask = jnp.broadcast_to(mask, (len(core.columns[0]), queries, keys))
+        mask = jnp.pad(mask, (none, more, none), constant_values=True)
+        rows = rows._replace(mask=jnp.pad(mask, (none, none, beyond)))
+        if rows.level is not None:
+            level, lost = (jnp.pad(row, more) for row in (rows.level, rows.lost))
+            rows = Rows(rows.mask, level, lost, jnp.pad(rows.even, (more, beyond)))
+        rotations = [part.rotation for part in parts]
+        rotations = [
+            r if r is None else jnp.pad(r, ((0, count - len(r)), none, none)) for r in rotations
         ]
-        mask = jnp.ones((1, queries, keys), bool) if mask is None else mask
-        mask = jnp.broadcast_to(mask, (mask.shape[0] if mask.ndim == 3 else 1, queries, keys))
-        mask = jnp.pad(mask, ((0, 0), grow[0], (0, 0)), constant_values=True)
-        mask = jnp.pad(mask, ((0, 0), (0, 0), (0, count - keys)))
-        mask = jnp.broadcast_to(mask, (len(core.columns[0]), count, count))
-        if level is not None:
-            level, lost = (jnp.pad(row, (0, count - queries)) for row in (level, lost))
-            even = jnp.pad(even, ((0, count - queries), (0, count - keys)))
-    return core._replace(parts=tuple(parts), columns=columns, rows=Rows(mask, level, lost, even))
+        parts = [replace(part, rotation=r) for part, r in zip(parts, rotations, strict=True)]
+    return replace(core, parts=tuple(parts), columns=columns, rows=rows)
 
 
-def _each_used_once(nodes: Sequence[Node], parts: Sequence[Projection]) -> bool:
+def _each_used_once(nodes: tuple[Node, ...], parts: list[Any]) -> bool:
     """Whether queries, keys and values use no weight twice, nor one on which x depends."""
     before = [weights_in(part.source) for part in parts]
-    starts = (part.source if isinstance(part.source, Node) else None for part in parts)
-    pairs = list(zip(nodes, starts, strict=True))
-    after = [regions.weights_of(end, [start]) for end, start in pairs]
-    tied = any(n.tied for pair in pairs for n in regions.between(pair[0], [pair[1]]))
-    if tied or any(overlap(a, b) for a in after for b in before):
+    starts = [part.source if isinstance(part.source, Node) else None for part in parts]
+    after = [regions.weights_of(n, [start]) for n, start in zip(nodes, starts, strict=True)]
+    inside = (regions.between(n, [start]) for n, start in zip(nodes, starts, strict=True))
+    if any(n.tied for group in inside for n in group):
         return False
+    if any(overlap(a, b) for a in after for b in before):
+        return False
+    # The weights on which x depends other than through what it attended to before.
+    query = [] if starts[0] is None else regions.weights_of(starts[0], [])
     for i, j in itertools.combinations(range(3), 2):
         a, b = parts[i], parts[j]
         width = a.layer.kernel.shape[1]
@@ -311,37 +269,33 @@ def _each_used_once(nodes: Sequence[Node], parts: Sequence[Projection]) -> bool:
                 return False
         elif overlap(after[i], after[j]):
             return False
-        if a.x.mean is not b.x.mean and overlap(_own(a.source) if i == 0 else before[i], before[j]):
-            return False  # of x and its memory, other than through attention to a memory
+        if a.x.mean is not b.x.mean and overlap(query if i == 0 else before[i], before[j]):
+            return False
     return True
 
 
-def _own(source: Any) -> Sequence[Weight]:
-    """The weights on which an array depends other than through what it attended to before."""
-    return regions.weights_of(source, []) if isinstance(source, Node) else []
-
-
 def _read(
-    propagator: Propagator, weights: Node, scores: Node, core: Core, at_scores: np.ndarray,
-    at_weights: np.ndarray,
+    propagator: Propagator, weights: Node, scores: Node, core: Core, at_scores: Places,
+    at_weights: Places,
 ) -> Core | None:  # fmt: skip
-    """Mask, scale and parameters, read off the values of the weights."""
+    """Mask and scale, read off the values of the weights; None if these are no softmax of the scores."""
     odd = regions.misfit(weights, scores, regions.SOFTMAX)
     if odd is not None:
         what = f"attention with `{odd.op}` between its scores and its weights"
         raise refuse(what, odd.source, f"Without it, attention has a rule; or {LINEARISE}.")
     width = core.columns[0].shape[1]
+    if core.columns[2].shape[1] != width:
+        return None
     zero = np.zeros(scores.shape, scores.dtype)
     x = np.random.default_rng(0).normal(size=scores.shape).astype(scores.dtype).astype(float)
     flat, noisy, large = (
-        taken(regions.probe(weights, scores, s, regions.stand_in), at_weights)
+        arrays.take(regions.probe(weights, scores, s, regions.stand_in), at_weights)
         for s in (zero, x, 16 * x)
     )
-    by_scores = _rows(flat, noisy)
-    used = taken(x, at_scores)
-    if by_scores.level is not None:  # known to be: no scores there
-        used = np.where(by_scores.level[:, None], 0, used)
-    allowed = by_scores.mask
+    rows, used = _rows(flat, noisy), arrays.take(x, at_scores)
+    if rows.level is not None:  # known to be: no scores there
+        used = np.where(rows.level[:, None], 0, used)
+    allowed = rows.mask
     noisy = np.where(np.isnan(noisy), 1 / noisy.shape[-1], noisy)
     scale = _scale(used, noisy, allowed, width)
     eps = float(jnp.finfo(scores.dtype).eps)
@@ -352,41 +306,35 @@ def _read(
         found = np.where(np.isnan(found).any(-1, keepdims=True), expected, found)  # overflown
         if not np.allclose(found, expected, atol=min(1e4 * eps, 0.1)):
             return None  # biases of scores, sinks
-    found = [regions.compute([weights], {scores: s})[0] for s in (zero, x.astype(zero.dtype))]
-    rows = by_scores
-    if not all(map(is_known, found)):
-        rows = _rows(*(taken(y, at_weights) for y in found))
+    both = [regions.compute([weights], {scores: s})[0] for s in (zero, x.astype(zero.dtype))]
+    if not all(map(arrays.is_known, both)):
+        rows = _rows(*(arrays.take(y, at_weights) for y in both))
         if _same_for_all(propagator, weights, scores, at_scores):
             rows = rows._replace(mask=rows.mask[0, :1])
     elif allowed.all():
         rows = rows._replace(mask=None)
-    elif (allowed == allowed[:1, :1]).all():
-        rows = rows._replace(mask=jnp.asarray(allowed[0, :1]))
     elif (allowed == allowed[:1]).all():
-        rows = rows._replace(mask=jnp.asarray(allowed[0]))
+        same = (allowed == allowed[:1, :1]).all()
+        rows = rows._replace(mask=jnp.asarray(allowed[0, :1] if same else allowed[0]))
     query, *others = core.parts
     factor = scale * width**0.5
     query = query if abs(factor - 1) < min(1e3 * eps, 0.01) else query.times(factor)
-    if core.columns[2].shape[1] != width:
-        return None
-    return core._replace(parts=(query, *others), rows=rows)
+    return replace(core, parts=(query, *others), rows=rows)
 
 
-def _same_for_all(
-    propagator: Propagator, weights: Node, scores: Node, at_scores: np.ndarray
-) -> bool:
+def _same_for_all(propagator: Propagator, weights: Node, scores: Node, at_scores: Places) -> bool:
     """Whether a mask that is not known while tracing is the same for all heads and queries."""
-    rows = np.empty(scores.size, int)  # of each score, its head and query
+    row_of = np.empty(scores.size, int)  # of each score, its head and query
     heads, queries, keys = at_scores.shape
-    rows[at_scores.ravel()] = np.repeat(np.arange(heads * queries), keys)
+    row_of[at_scores.ravel()] = np.repeat(np.arange(heads * queries), keys)
     for node in regions.between(weights, [scores]):
-        unknown = [x for x in node.operands if not isinstance(x, Node) and not is_known(x)]
+        unknown = [x for x in node.operands if not isinstance(x, Node) and not arrays.is_known(x)]
         if not unknown:
             continue
         places = regions.follow(node, scores)
         if places is None or any(np.shape(x) != tuple(node.shape) for x in unknown):
             return False
-        row = rows[places]
+        row = row_of[places]
         varying = {i for i in range(row.ndim) if (row != row.take([0], i)).any()}
         constant = (propagator.repeats.get(id(x), (x, set()))[1] for x in unknown)
         if not all(varying <= axes for axes in constant):
@@ -396,7 +344,7 @@ def _same_for_all(
 
 def _rows(flat: Any, noisy: Any) -> Rows:
     """What rows see, from the weights (H, T, S) of zero scores and of others."""
-    known = is_known(flat)
+    known = arrays.is_known(flat)
     xp: Any = np if known else jnp
     lost = xp.isnan(flat).any(-1)
     level = (xp.abs(flat - noisy) < 1e-6).all(-1) & ((flat > 0).sum(-1) > 1) | lost
@@ -420,62 +368,54 @@ def _scale(x: np.ndarray, weights: np.ndarray, allowed: np.ndarray, width: int) 
     return float((dx * dw).sum()) / total if total > 0 else width**-0.5
 
 
-def _find_layout(
-    node: Node, side: int, weights: Node, scores: Node, parts: tuple[Projection, ...]
-) -> tuple[Core, np.ndarray, np.ndarray] | None:
+def _layout(
+    node: Node, side: int, weights: Node, scores: Node, parts: list[Any]
+) -> tuple[Core, Places, Places] | None:
     """Attention whose output is `node`, with the weights on this side of the product.
 
     And the places of the scores, and of the weights, in their arrays, (H, T, S). `parts` are the left
     and the right factor of the scores, and the values.
     """
-    left, right, value = parts
     shown = regions.follow(weights, scores)
     if shown is None:
         return None
-    own, other = factors(node)[side], factors(node)[1 - side]
-    at = as_rows(shown, *own)  # places of the scores; (batch, rows, keys), like all that follow
-    entry = as_rows(np.arange(weights.size).reshape(weights.shape), *own)
-    (lt, lc), (rt, rc) = (
-        p.decoded(*f) for p, f in zip((left, right), factors(scores), strict=True)
+    own, other = arrays.factors(node)[side], arrays.factors(node)[1 - side]
+    # Places of the scores and of the weights, (batch, rows, keys) of the product, like all that follows.
+    at, entry = arrays.as_rows(shown, *own), arrays.as_rows(arrays.numbered(weights.shape), *own)
+    both = [p.decoded(*f) for p, f in zip(parts, arrays.factors(scores), strict=False)]
+    batch, *rows = np.unravel_index(at, (*both[0][0].shape[:2], both[1][0].shape[1]))
+    # The token and the columns of the left and of the right factor of each score.
+    tokens, columns = zip(
+        *((t[batch, i, 0], c[batch, i]) for (t, c), i in zip(both, rows, strict=True)), strict=True
     )
-    batch, *rows = np.unravel_index(at, (*lt.shape[:2], rt.shape[1]))
-    # The token and the first column of both factors of each score.
-    (lt, l_first), (rt, r_first) = (
-        (t[batch, i, 0], c[batch, i, 0])
-        for (t, c), i in zip(((lt, lc), (rt, rc)), rows, strict=True)
-    )
-    swapped = bool((lt != lt[..., :1]).any()) or (lt.shape[-1] == 1 and bool(lt.max() > rt.max()))
-    query, key, first = (rt, lt, r_first) if swapped else (lt, rt, l_first)
-    heads, head = np.unique(first, return_inverse=True)
-    head = head.reshape(first.shape)
+    left, right = tokens
+    swapped = bool((left != left[..., :1]).any())
+    if swapped or (left.shape[-1] == 1 and left.max() > right.max()):  # keys on the left
+        tokens, columns, parts = tokens[::-1], columns[::-1], [parts[1], parts[0], parts[2]]
+    query, key = tokens
+    heads, head = np.unique(columns[0][..., 0], return_inverse=True)
+    head = head.reshape(at.shape)
     # A batch of sequences is one sequence, in which each looks at its own tokens: -1 elsewhere.
     shape = len(heads), len(np.unique(query)), len(np.unique(key))
     full = shape[0] * shape[1] * at.shape[-1] == at.size and shape[2] % at.shape[-1] == 0
     if not full or key.max() >= shape[2] or query.max() >= shape[1]:
         return None
     table = np.full(shape, -1)
-    table[head, query, key] = np.arange(at.size).reshape(at.shape)
+    table[head, query, key] = arrays.numbered(at.shape)
     # Every weight has a place; rows are those of a query, and columns those of a key and a value.
-    value_tokens, value_columns = value.decoded(other.batch, other.contracted, other.free)
-    by_row = (head == head[..., :1]) & (query == query[..., :1])
+    value_tokens, value_columns = parts[2].decoded(other.batch, other.contracted, other.free)
+    by_row = (head == head[..., :1]).all() and (query == query[..., :1]).all()
     by_key = (key == key[:, :1]).all() and (value_tokens == key[:, 0][:, :, None]).all()
-    if (
-        (table >= 0).sum() != at.size
-        or not by_row.all()
-        or not by_key
-        or (table[:, 0, 0] < 0).any()
-    ):
+    first = table[:, 0, 0]  # an entry of each head
+    if (table >= 0).sum() != at.size or not (by_row and by_key) or (first < 0).any():
         return None
-    pick = np.unravel_index(table[:, 0, 0], at.shape)  # an entry of each head
-    own_columns = value_columns[pick[0], pick[2]][head[:, 0, 0]]
-    if (value_columns != own_columns[:, None]).any():
+    b, i, j = np.unravel_index(first, at.shape)
+    own_columns = value_columns[b, j]
+    if (value_columns != own_columns[head[:, 0, 0]][:, None]).any():
         return None
-    l_columns, r_columns = (c[batch[pick], i[pick]] for c, i in zip((lc, rc), rows, strict=True))
-    columns = (r_columns, l_columns) if swapped else (l_columns, r_columns)
-    width = value_columns.shape[-1]
+    width = own_columns.shape[-1]
     output = (query[..., 0] * len(heads) + head[..., 0])[..., None] * width + np.arange(width)
-    output = in_product(node, side, output)
-    parts = (right, left, value) if swapped else parts
-    core = Core(parts, (*columns, value_columns[pick[0], pick[2]]), output)
+    output = arrays.in_product(node, side, output)
+    core = Core(tuple(parts), (*(c[b, i, j] for c in columns), own_columns), output, Rows(None))
     at_scores, at_weights = (np.where(table < 0, -1, x.ravel()[table]) for x in (at, entry))
     return core, at_scores, at_weights

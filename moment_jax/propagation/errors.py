@@ -1,9 +1,9 @@
-"""Errors of `propagate`: operations without a rule, and inputs with the wrong batch axes."""
+"""What a pass says: its steps, operations without a rule, and inputs with the wrong batch axes."""
 
 import sys
 import sysconfig
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -94,3 +94,26 @@ def explain(
             f"{rule}, and this fn takes one entry of their first axis. {got}. Use "
             f"jax.vmap(mj.{name}(fn), (None, 0))(params, x)."
         ) from error
+
+
+class Step(NamedTuple):
+    """One operation of a receipt."""
+
+    operation: str  # the primitive
+    rule: str  # that computed its moments
+    assumes: str
+    where: str  # file and line in the user's program
+    shape: tuple[int, ...]
+
+
+class Steps(list[Step]):
+    """The operations of one pass; prints as a table."""
+
+    def __str__(self) -> str:
+        rows = [("rule", "shape", "assumes", "where")]
+        rows += [(x.rule, "x".join(map(str, x.shape)), x.assumes, x.where) for x in self]
+        wide = [max(len(row[i]) for row in rows) for i in range(3)]
+        return "\n".join(
+            "  ".join((*(x.ljust(n) for x, n in zip(row, wide, strict=False)), row[3])).rstrip()
+            for row in rows
+        )

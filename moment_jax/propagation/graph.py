@@ -16,9 +16,8 @@ from jax import Array
 from jax.extend import core
 
 from moment_jax.posterior import Point
+from moment_jax.propagation import arrays
 from moment_jax.propagation.errors import LINEARISE, refuse
-from moment_jax.propagation.moments import Moments
-from moment_jax.propagation.primitives import as_patches, evaluate, is_known, moved, uniform
 from moment_jax.propagation.weights import Weight, affine, overlap
 
 Value = Any  # an array, a `Weight`, or a `Node`
@@ -37,7 +36,7 @@ class Node:
     source: Any
     output: int = 0  # index among the results
     index: int = dataclasses.field(default_factory=lambda: next(_count))
-    moments: Moments | None = None
+    moments: arrays.Moments | None = None
     weights: frozenset[Weight] = frozenset()  # on which it depends
     tied: bool = False  # whether an operand is a weight on which another depends
     memory: bool = False  # whether its random operand is taken as independent of all else
@@ -76,7 +75,7 @@ class Node:
 
 
 def given(
-    moments: Moments, dtype: Any, weights: Iterable[Weight], attended: Iterable[Weight] = ()
+    moments: arrays.Moments, dtype: Any, weights: Iterable[Weight], attended: Iterable[Weight] = ()
 ) -> Node:
     """An array of known moments that depends on these weights: an input, or what a loop carries.
 
@@ -167,7 +166,7 @@ class Recorder:
         """Results of an equation."""
         name = eqn.primitive.name
         if not any(map(is_random, operands)) and name not in ("jit", "pjit"):
-            results = evaluate(eqn.primitive, operands, eqn.params)
+            results = arrays.evaluate(eqn.primitive, operands, eqn.params)
             self._note_repeats(eqn, operands, results[0])
             if name in _DRAWS or any(id(x) in self.drawn for x in operands):
                 self.drawn.update({id(x): x for x in results})
@@ -182,7 +181,7 @@ class Recorder:
                 return apart
         if name == "stack":
             return [self._stacked(operands, eqn, eqn.params["axis"])]
-        by_patches = as_patches(eqn)
+        by_patches = _as_product(eqn)
         if by_patches is not None:
             return self._applied(by_patches, operands, eqn)
         if name in ("remat2", "checkpoint") and not self.unrolls:
@@ -244,7 +243,7 @@ class Recorder:
         if len(random) > 1 or not isinstance(weight, Weight):
             return None
         name = eqn.primitive.name
-        seen = moved(eqn, weight.places, operands[1:]) if weight is operands[0] else None
+        seen = arrays.moved(eqn, weight.places, operands[1:]) if weight is operands[0] else None
         lookup = name == "gather" and (weight.ndim == 2 or any((p < 0).any() for p in seen or ()))
         if seen is not None and not lookup:  # no embedding
             return [dataclasses.replace(weight, places=places) for places in seen]
@@ -290,7 +289,7 @@ class Recorder:
 
     def _branch(self, eqn: Any, operands: list[Value]) -> list[Value]:
         index, *args = operands
-        if is_random(index) or not is_known(index):
+        if is_random(index) or not arrays.is_known(index):
             raise refuse(
                 "`cond` on a value that is random or traced",
                 self.source(eqn),
@@ -339,7 +338,7 @@ class Recorder:
             if not isinstance(condition, Node) or not isinstance(case, Node) or case.op != "mul":
                 continue
             for x, slope in (case.operands, case.operands[::-1]):
-                known = isinstance(slope, Node) or uniform(slope) is not None
+                known = isinstance(slope, Node) or arrays.uniform(slope) is not None
                 if not isinstance(x, Node) or known or x.shape != case.shape:
                     continue
 
@@ -364,9 +363,9 @@ class Recorder:
         length = eqn.params["length"]
         stacks = [x for x in over if isinstance(x, Weight)]
         simple = len(state) == 1 and isinstance(state[0], Node) and length > 2 and not self.unrolls
-        arrays = not any(isinstance(x, Node) for x in over)
-        arrays = arrays and not any(isinstance(x, Weight) for x in consts)
-        if not simple or not arrays or not all(x.is_stack for x in stacks):
+        known = not any(isinstance(x, Node) for x in over)
+        known = known and not any(isinstance(x, Weight) for x in consts)
+        if not simple or not known or not all(x.is_stack for x in stacks):
             return None
         later = [
             self._row(x, slice(1, length), eqn) if isinstance(x, Weight) else x[1:] for x in over
@@ -396,8 +395,8 @@ class Recorder:
         """Arrays stacked along a new axis."""
         rows = [self._belief(x, self.source(eqn)) for x in rows]
 
-        def stack(*arrays: Array) -> Array:
-            return jnp.concatenate([jnp.expand_dims(x, axis) for x in arrays], axis)
+        def stack(*parts: Array) -> Array:
+            return jnp.concatenate([jnp.expand_dims(x, axis) for x in parts], axis)
 
         return self._applied(stack, rows, eqn)[0]
 
@@ -418,13 +417,41 @@ class Recorder:
 
 def _identity(x: Value) -> Any:
     """The number, or the identity of an array."""
-    known = is_known(x) and np.ndim(x) == 0
+    known = arrays.is_known(x) and np.ndim(x) == 0
     return (np.asarray(x).dtype.name, np.asarray(x).item()) if known else id(x)
 
 
 def _opened(jaxpr: Any) -> Any:
     """The open jaxpr of an open or a closed one."""
     return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _as_product(eqn: Any) -> Any:
+    """A convolution of patches (kernel = stride, no padding) as a product of them, else None."""
+    if eqn.primitive.name != "conv_general_dilated":
+        return None
+    p = eqn.params
+    image, filters, out = p["dimension_numbers"]
+    size = tuple(eqn.invars[1].aval.shape[i] for i in filters[2:])
+    ones = {
+        *p["lhs_dilation"],
+        *p["rhs_dilation"],
+        p["feature_group_count"],
+        p["batch_group_count"],
+    }
+    if size != tuple(p["window_strides"]) or any(map(any, p["padding"])) or ones != {1}:
+        return None
+
+    def product(x: Array, kernel: Array) -> Array:
+        x, kernel = x.transpose(image), kernel.transpose(filters)
+        for axis, k in enumerate(size, 2):  # what fills no patch
+            x = jax.lax.slice_in_dim(x, 0, x.shape[axis] // k * k, axis=axis)
+        pairs = itertools.chain(*((n // k, k) for n, k in zip(x.shape[2:], size, strict=True)))
+        over = [1, *range(3, 3 + 2 * len(size), 2)], [1, *range(2, 2 + len(size))]
+        y = jax.lax.dot_general(x.reshape(*x.shape[:2], *pairs), kernel, (over, ([], [])))
+        return y.transpose(np.argsort([out[0], *out[2:], out[1]]))
+
+    return product
 
 
 def _split_gains(eqn: Any, operands: list[Value], source: Any) -> list[Value]:
@@ -437,7 +464,9 @@ def _split_gains(eqn: Any, operands: list[Value], source: Any) -> list[Value]:
         if a.shape != eqn.outvars[0].aval.shape:
             continue
         for c, gain in (b.operands, b.operands[::-1]):
-            found = isinstance(c, Node) and not isinstance(gain, Node) and uniform(gain) is None
+            found = (
+                isinstance(c, Node) and not isinstance(gain, Node) and arrays.uniform(gain) is None
+            )
             # A gain in a as well makes a function of c w, such as silu.
             if found and not overlap(a.weights, weights_in(gain)):
                 inner = Node(eqn.primitive, eqn.params, (a, c), a.shape, a.dtype, source)

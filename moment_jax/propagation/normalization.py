@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,14 +12,13 @@ from jax import Array
 
 from moment_jax.covariance.numerics import correlation_of, safe_sqrt
 from moment_jax.expectations import softmax_expansion, softmax_jacobian
+from moment_jax.layers.ends import softmax
 from moment_jax.layers.norm import normalized
 from moment_jax.layers.params import NormParams
-from moment_jax.layers.softmax import softmax
 from moment_jax.posterior import Point
-from moment_jax.propagation.crosses import joined
+from moment_jax.propagation import arrays
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.moments import Axes, Moments, Sequence, as_rows, fresh, made, ordered
-from moment_jax.propagation.primitives import VIEWS, is_known, moved
+from moment_jax.propagation.joins import combined
 from moment_jax.propagation.propagator import Propagator, pattern
 from moment_jax.propagation.regions import (
     BY_ROW,
@@ -32,6 +30,7 @@ from moment_jax.propagation.regions import (
     misfit,
     probe,
     sources,
+    through_views,
 )
 
 
@@ -44,7 +43,7 @@ class Normalization(NamedTuple):
 
 
 @pattern
-def _by_row(propagator: Propagator, node: Node) -> Moments | None:
+def _by_row(propagator: Propagator, node: Node) -> arrays.Moments | None:
     """Functions of the features: LayerNorm, RMSNorm, softmax, averages."""
     found = _found(node)
     if found is None:
@@ -64,19 +63,19 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
             return _log_softmax(x, node)
         total, total_cov, _, _, weights = logsumexp(x.mean, x.cov)
         parent = x, lambda cross: cross.map_each(weights[:, :, None])
-        return fresh(total, total_cov, node.shape, tuple(range(node.ndim)), (), (parent,))
+        return arrays.made(total, total_cov, arrays.numbered(node.shape), parent)
     kernel = jnp.asarray(kind, x.mean.dtype)
     propagator.note(node, "linear map of the features")
     mean, cov = x.mean @ kernel, x.cov.map_features(kernel)
     return x.changed(mean, cov, node.shape, lambda cross: cross.map_features(kernel))
 
 
-def _found(node: Node) -> tuple[Node, Axes, Axes, Any] | None:
+def _found(node: Node) -> tuple[Node, arrays.Axes, arrays.Axes, Any] | None:
     """The array of which `node` is a function by rows, its other and its reduced axes, and which."""
     found: Any = None
     for source, axes in _reduced_sources(node):
         rest = tuple(i for i in range(source.ndim) if i not in axes)
-        rows = as_rows(np.arange(source.size).reshape(source.shape), rest, axes)
+        rows = arrays.as_rows(np.arange(source.size).reshape(source.shape), rest, axes)
 
         def fn(x: np.ndarray, source: Node = source, rows: np.ndarray = rows) -> np.ndarray:
             flat = np.empty(x.size)
@@ -97,28 +96,28 @@ def _consists(node: Node, source: Node, operations: set[str]) -> bool:
     return misfit(node, source, operations) is None
 
 
-def _log_softmax(x: Sequence, node: Node) -> Moments:
+def _log_softmax(x: arrays.Sequence, node: Node) -> arrays.Moments:
     _, _, mean, cov, weights = logsumexp(x.mean, x.cov)
     centred = jnp.eye(mean.shape[1])[None] - weights[:, :, None]
     return x.changed(mean, cov, node.shape, lambda cross: cross.map_each(centred))
 
 
-def log_probabilities(propagator: Propagator, node: Node) -> Moments | None:
+def log_probabilities(propagator: Propagator, node: Node) -> arrays.Moments | None:
     """Moments of the logarithm of what is a softmax, or a view of one; else None."""
-    if node.op in VIEWS and node.nodes:
-        inner = log_probabilities(propagator, node.nodes[0])
-        seen = None if inner is None else moved(node, inner.places, node.operands[1:])
-        return None if inner is None or seen is None else replace(inner, places=seen[node.output])
-    found = _found(node)
-    if found is None or found[-1] != "softmax":
-        return None
-    x = propagator.moments(found[0]).sequence(*found[1:3])
-    return _log_softmax(x, node)
+
+    def of_softmax(n: Node) -> arrays.Moments | None:
+        found = None if arrays.is_view(n) else _found(n)
+        if found is None or found[-1] != "softmax":
+            return None
+        return _log_softmax(propagator.moments(found[0]).sequence(*found[1:3]), n)
+
+    found: arrays.Moments | None = through_views(node, of_softmax)
+    return found
 
 
 def _normalized(
-    propagator: Propagator, node: Node, m: Moments, axes: Axes, kind: Normalization
-) -> Moments | None:
+    propagator: Propagator, node: Node, m: arrays.Moments, axes: arrays.Axes, kind: Normalization
+) -> arrays.Moments | None:
     """A normalisation over the features of each token, or over each of some groups of them."""
     tokens, features = m.natural()
     long = {i for i in axes if m.shape[i] > 1}
@@ -141,19 +140,19 @@ def _normalized(
         factor = Point(jnp.full(x.mean.shape[1], kind.factor, x.mean.dtype))
         params = NormParams(None if kind.factor == 1 else factor)
         mean, cov, carry = normalized(x.mean, x.cov, params, kind.epsilon, 2, centres=kind.centres)
-        own = propagator.pooled(made(mean, cov, np.arange(mean.size), (x, carry))).base
+        own = propagator.pooled(arrays.made(mean, cov, np.arange(mean.size), (x, carry))).base
         own.node = node
         order = np.full(t * width, -1)
         order[places.ravel()] = np.arange(places.size)
         placed.append(own.at(order.reshape(t, width)))
     propagator.note(node, "layer_norm" if kind.centres else "rms_norm", "its input Gaussian")
-    places = ordered(m.shape, tokens, features).reshape(node.shape)
+    places = arrays.ordered(m.shape, tokens, features).reshape(node.shape)
     if len(placed) == 1:
-        return Moments(placed[0].base, places)
-    return Moments(joined(propagator, node, placed), places)
+        return arrays.Moments(placed[0].base, places)
+    return arrays.Moments(combined(propagator, node, placed)[0], places)
 
 
-def _reduced_sources(node: Node) -> Iterator[tuple[Node, Axes]]:
+def _reduced_sources(node: Node) -> Iterator[tuple[Node, arrays.Axes]]:
     """Dominators of the same shape, or reduced to it, with the axes that are reduced in between."""
     if node.op not in ("mul", "div", "sub", "add", "exp", "log"):
         return
@@ -162,7 +161,7 @@ def _reduced_sources(node: Node) -> Iterator[tuple[Node, Axes]]:
     def expandable(n: Node) -> bool:
         if n.op in REDUCTIONS:
             reduced.append(n)
-        fixed = n.op in VIEWS and all(map(is_known, n.operands[1:]))
+        fixed = n.op in arrays.VIEWS and all(map(arrays.is_known, n.operands[1:]))
         return n.op in BY_ROW and (fixed or all_uniform(n))
 
     for source in sources(node, expandable):

@@ -1,4 +1,7 @@
-"""Mean and covariance of any JAX function of random weights: interprets its jaxpr on moments."""
+"""Mean and covariance of any JAX function of random weights: interprets its jaxpr on moments.
+
+And loops that are kept: a scan over stacked weights, and what `jax.checkpoint` recomputes.
+"""
 
 import dataclasses
 import functools
@@ -13,10 +16,18 @@ import numpy as np
 from jax import Array
 
 from moment_jax.covariance import STRUCTURES, Covariance, Separable
-from moment_jax.covariance.separable import started
-from moment_jax.layers.seen import pool_read
+from moment_jax.covariance.pool import pool_read
 from moment_jax.posterior import Factorized, Posterior
-from moment_jax.propagation.errors import PropagationError, explain, refuse, register, shapes, where
+from moment_jax.propagation import arrays
+from moment_jax.propagation.errors import (
+    PropagationError,
+    Step,
+    explain,
+    refuse,
+    register,
+    shapes,
+    where,
+)
 from moment_jax.propagation.graph import (
     Node,
     Recorder,
@@ -27,13 +38,11 @@ from moment_jax.propagation.graph import (
     independent,
     is_random,
 )
-from moment_jax.propagation.moments import Axes, Base, Moments, as_rows, by_last_axis, fresh
-from moment_jax.propagation.receipt import Receipt, Step
-from moment_jax.propagation.regions import reads
+from moment_jax.propagation.regions import Receipt, reads, weights_of
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import materialized_inputs
 
-Rule = Callable[[Any, Node], Moments | None]
+Rule = Callable[[Any, Node], arrays.Moments | None]
 
 
 @dataclasses.dataclass(eq=False)
@@ -46,14 +55,16 @@ class Propagator:
     reading: bool = False  # whether that pool is what the output reads
     output: Value = None  # of the function
     steps: dict[Node, Step] = dataclasses.field(default_factory=dict)
-    known: dict[Any, tuple[Any, Moments]] = dataclasses.field(default_factory=dict)  # if certain
+    known: dict[Any, tuple[Any, arrays.Moments]] = dataclasses.field(
+        default_factory=dict
+    )  # if certain
     unrolls: bool = False  # whether loops are unrolled, for a receipt
     repeats: Repeats = dataclasses.field(default_factory=dict)  # of certain arrays
     longest: int = 1  # tokens of the longest sequence
-    bases: dict[Any, Base] = dataclasses.field(default_factory=dict)  # of weights
-    crosses: dict[tuple[Base, Base], Any] = dataclasses.field(default_factory=dict)
+    bases: dict[Any, arrays.Base] = dataclasses.field(default_factory=dict)  # of weights
+    crosses: dict[tuple[arrays.Base, arrays.Base], Any] = dataclasses.field(default_factory=dict)
 
-    def run(self, one_pass: Callable[["Propagator"], Moments]) -> Moments:
+    def run(self, one_pass: Callable[["Propagator"], arrays.Moments]) -> arrays.Moments:
         """Moments from one pass, or from another if a mask calls for pooling, or loops have no rule."""
         while True:
             try:
@@ -89,33 +100,33 @@ class Propagator:
             return None
         return pool_read(jnp.asarray([*uneven, *each][0], float), mask)
 
-    def moments(self, value: Value) -> Moments:
+    def moments(self, value: Value) -> arrays.Moments:
         """Moments of a node, a weight or a certain array."""
         if isinstance(value, Weight):
             # Views of the same entries are views of one array.
             key = id(value.posterior), np.unique(value.places).tobytes()
             if key not in self.bases:
                 self.bases[key] = value.base(self.structure, self.landmarks)
-            return Moments(self.bases[key], value.places)
+            return arrays.Moments(self.bases[key], value.places)
         if not isinstance(value, Node):
-            return self.certain(value, by_last_axis(np.ndim(value))[1])
+            return self.certain(value, arrays.by_last_axis(np.ndim(value))[1])
         if value.moments is None:
             value.moments = self._resolved(value)
         return value.moments
 
-    def certain(self, array: Any, features: Axes) -> Moments:
+    def certain(self, array: Any, features: arrays.Axes) -> arrays.Moments:
         """Moments of a certain array, as a sequence with these feature axes."""
         key = (id(array), features)
         if key not in self.known:
             x = as_floating(array)
             tokens = tuple(i for i in range(x.ndim) if i not in features)
-            mean = as_rows(x, tokens, features)
-            cov = started(self.structure, mean.shape, mean.dtype, self.landmarks)
-            found = fresh(mean, cov, x.shape, tokens, features, ())
+            mean = arrays.as_rows(x, tokens, features)
+            cov = self.structure.zeros(mean.shape, mean.dtype, self.landmarks)
+            found = arrays.made(mean, cov, arrays.ordered(x.shape, tokens, features))
             self.known[key] = array, self.pooled(found)  # kept, so that no id is reused
         return self.known[key][1]
 
-    def pooled(self, found: Moments) -> Moments:
+    def pooled(self, found: arrays.Moments) -> arrays.Moments:
         """The same moments, pooled over the mask's tokens if the sequence has the mask's length."""
         cov: Any = found.cov
         fits = self.pool is not None and cov.shape[:1] == self.pool.shape
@@ -127,7 +138,7 @@ class Propagator:
         """Add an operation to the receipt."""
         self.steps[node] = Step(node.op, rule, assumes, where(node.source), tuple(node.shape))
 
-    def _resolved(self, node: Node) -> Moments:
+    def _resolved(self, node: Node) -> arrays.Moments:
         for rule in (*_REGISTERED[node.op], *PATTERNS, *RULES[node.op]):
             found = rule(self, node)
             if found is not None:
@@ -193,7 +204,7 @@ def propagation_rule(primitive: str) -> Callable[[Callable[..., tuple[Array, Any
         )
 
     def enter(function: Callable[..., tuple[Array, Any]]) -> Any:
-        def applied(propagator: Propagator, node: Node) -> Moments:
+        def applied(propagator: Propagator, node: Node) -> arrays.Moments:
             operands = list(node.operands)
             first = operands.pop(next(i for i, x in enumerate(operands) if is_random(x)))
             x = propagator.moments(first).sequence()
@@ -231,8 +242,8 @@ def propagate(
     their covariance is that through everything that they share, linearised: exact to first order in
     `mj.Full`, and as far as the other structures can hold it.
 
-    No rule have: convolutions but those of patches (kernel = stride), maxima over windows or of more
-    than 64 entries, cumulative sums, sorting, scattered entries, random conditions and indices,
+    No rule have: convolutions but those of patches (kernel = stride), maxima and comparisons of two
+    random entries or more, cumulative sums, sorting, scattered entries, random conditions and indices,
     rounding and other functions that jump with curved pieces, recurrent loops, one weight array used
     in two places other than a product with its transpose, and attention with a cap, a clip, a bias or a
     sink between scores and weights. They raise an error that names the line; `mj.linearised` takes them
@@ -317,7 +328,7 @@ def _run(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[Arr
             return Weight.of(x)
         return _random(propagator, *x) if is_random_input(x) else jnp.asarray(x)
 
-    def one_pass(propagator: Propagator) -> Moments:
+    def one_pass(propagator: Propagator) -> arrays.Moments:
         arguments = [argument(x) for x in leaves]
         recorder = Recorder(propagator.repeats, unrolls=propagator.unrolls)
         (propagator.output,) = recorder.run(traced.jaxpr, traced.consts, arguments)
@@ -329,14 +340,14 @@ def _run(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[Arr
             "`landmarks` needs to be at most the number of tokens of the longest sequence, "
             f"{propagator.longest}. Got {propagator.landmarks}. None means all of up to 256 tokens."
         )
-    found = m.sequence(*by_last_axis(m.ndim))
+    found = m.sequence(*arrays.by_last_axis(m.ndim))
     return found.mean, found.cov
 
 
 def _random(propagator: Propagator, mean: Any, cov: Any) -> Node:
     """A random input; a belief of its own stands for what makes it random."""
-    axes = by_last_axis(np.ndim(mean))
-    rows = as_rows(mean, *axes)
+    axes = arrays.by_last_axis(np.ndim(mean))
+    rows = arrays.as_rows(mean, *axes)
     if type(cov) is not propagator.structure or tuple(cov.shape) != rows.shape:
         raise ValueError(
             f"A random input (mean, cov) needs a covariance in {propagator.structure.__name__} of shape "
@@ -344,5 +355,83 @@ def _random(propagator: Propagator, mean: Any, cov: Any) -> Node:
             f"{tuple(cov.shape)}."
         )
     own = Weight.of(Factorized(rows, jnp.zeros_like(rows)))
-    moments = propagator.pooled(fresh(rows, cov, np.shape(mean), *axes, ()))
+    moments = propagator.pooled(arrays.made(rows, cov, arrays.ordered(np.shape(mean), *axes)))
     return given(moments, rows.dtype, [own])
+
+
+_SHARED = "landmarks", "pool", "reading", "output"
+
+
+@rule("loop")
+def _loop(propagator: Propagator, node: Node) -> arrays.Moments:
+    """The body's moments by one `lax.scan` over (mean, cov), or recomputed in the backward pass.
+
+    The body is propagated as anything else, with rows of the stacks in place of the weights. What it
+    carries depends on the weights before the loop, and rows of a stack are independent.
+    """
+    p, operands = node.params, node.operands
+    carry, length = p["carry"], p["length"]
+    start = operands[carry]
+    axes = (m := propagator.moments(start)).natural()
+    x = m.sequence(*axes)
+    stacked = range(carry + 1, len(operands)) if length is not None else range(0)
+    rows = {
+        i: v.posterior if isinstance(v := operands[i], Weight) else v for i in stacked
+    }  # of weights their beliefs
+
+    def body(mean: Array, cov: Any, rows: dict[int, Any]) -> tuple[Array, Any]:
+        shared = {name: getattr(propagator, name) for name in _SHARED}
+        inner = Propagator(propagator.structure, **shared)
+        inner.repeats.update(propagator.repeats)
+
+        def argument(i: int, value: Any) -> Any:
+            if i == carry:
+                found = arrays.made(
+                    mean, _pooled_alike(inner, cov), arrays.ordered(start.shape, *axes)
+                )
+                own = frozenset(weights_of(start, []))
+                return given(found, start.dtype, own, start.weights - own)
+            if isinstance(value, Node):
+                known = propagator.moments(value)
+                known = arrays.Moments(arrays.Base(known.mean, known.cov, ()), known.places)
+                return given(known, value.dtype, value.weights)
+            if i not in rows:
+                return value
+            if not isinstance(value, Weight):
+                return rows[i]
+            return dataclasses.replace(Weight.of(rows[i]), root=value.origin, rows=value.rows)
+
+        arguments = [argument(i, value) for i, value in enumerate(operands)]
+        (out,) = Recorder(inner.repeats).run(p["body"], p["consts"], arguments)
+        y = inner.moments(out).sequence(*axes)
+        form: Any = jax.tree.structure(cov)
+        if jax.tree.structure(y.cov) != form:
+            raise refuse("a loop that changes what is kept of a covariance", node.source, "")
+        return jax.tree.map(lambda new, old: new.astype(old.dtype), (y.mean, y.cov), (mean, cov))
+
+    at = x.mean, _pooled_alike(propagator, x.cov)
+    if length is not None:
+        propagator.note(node, "loop", "steps independent")
+        (mean, cov), _ = jax.lax.scan(
+            lambda at, rows: (body(*at, rows), None),
+            at,
+            rows,
+            length,
+            unroll=p["options"]["unroll"],
+        )
+        return arrays.Moments(arrays.Base(mean, cov, None), arrays.ordered(node.shape, *axes))
+    options = {name: p["options"][name] for name in ("policy", "prevent_cse")}
+    try:
+        mean, cov = jax.checkpoint(body, **options)(*at, {})
+    except Pooled:  # with an array of the checkpoint's own: say it again outside
+        mean, cov = body(*at, {})
+    return arrays.Moments(arrays.Base(mean, cov, None), arrays.ordered(node.shape, *axes))
+
+
+def _pooled_alike(propagator: Propagator, cov: Any) -> Any:
+    """The covariance with the propagator's own object as its pool, by which others recognise it."""
+    pool = propagator.pool
+    if pool is None or getattr(cov, "pool", pool) is pool or cov.pool.shape != pool.shape:
+        return cov
+    fields = {field.name: getattr(cov, field.name) for field in dataclasses.fields(cov)}
+    return cov.unchecked(*{**fields, "pool": pool}.values())

@@ -1,5 +1,8 @@
-"""Parts of the graph: what lies between two arrays, as a plain function."""
+"""Parts of the graph: what lies between two arrays, as a plain function, and as a stage of a receipt."""
 
+from __future__ import annotations
+
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -10,17 +13,10 @@ import numpy as np
 from jax import Array
 
 from moment_jax.posterior import Point
+from moment_jax.propagation import arrays
+from moment_jax.propagation.errors import Steps
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.primitives import (
-    VIEWS,
-    evaluate,
-    factors,
-    is_known,
-    is_view,
-    moved,
-    uniform,
-)
-from moment_jax.propagation.weights import Weight
+from moment_jax.propagation.weights import Weight, overlap
 
 # fmt: off
 ELEMENTWISE = {
@@ -33,10 +29,10 @@ ELEMENTWISE = {
 }
 # fmt: on
 REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax"}
-BY_ROW = ELEMENTWISE | REDUCTIONS | VIEWS
+BY_ROW = ELEMENTWISE | REDUCTIONS | arrays.VIEWS
 # What is recognised by its values may consist of the operations that it needs, and of no others: a clip
 # beyond the values that are tried would be dropped.
-RATIONAL = VIEWS | {"add", "add_any", "div", "integer_pow", "mul", "neg", "square", "sub"}
+RATIONAL = arrays.VIEWS | {"add", "add_any", "div", "integer_pow", "mul", "neg", "square", "sub"}
 BENDING = {
     "abs", "and", "ceil", "clamp", "eq", "floor", "ge", "gt", "is_finite", "le", "lt", "max", "min",
     "ne", "not", "or", "rem", "round", "select_n", "sign",
@@ -118,8 +114,12 @@ def reads(output: Node) -> np.ndarray | None:
 def _read_of(node: Node, i: int, read: np.ndarray) -> np.ndarray:
     """How much of its operand i a node reads, of which itself this much is read."""
     x: Any = node.operands[i]
-    known: list[Any] = [np.asarray(y) if is_known(y) else None for y in node.operands]
-    seen = moved(node, np.arange(x.size).reshape(x.shape), node.operands[1:]) if i == 0 else None
+    known: list[Any] = [np.asarray(y) if arrays.is_known(y) else None for y in node.operands]
+    seen = (
+        arrays.moved(node, np.arange(x.size).reshape(x.shape), node.operands[1:])
+        if i == 0
+        else None
+    )
     if seen is not None:
         places = seen[node.output].ravel()
         kept = np.where(places < 0, 0, read.ravel())
@@ -127,7 +127,7 @@ def _read_of(node: Node, i: int, read: np.ndarray) -> np.ndarray:
     if node.op in REDUCTIONS:
         read = np.expand_dims(read, tuple(node.params["axes"]))
     elif node.op == "dot_general":
-        own, other = factors(node)[i], factors(node)[1 - i]
+        own, other = arrays.factors(node)[i], arrays.factors(node)[1 - i]
         free = tuple(x.ndim + k for k in other.free)
         names = [*own.batch, *(own.free + free if i == 0 else free + own.free)]
         left = [k for k in range(x.ndim) if k not in own.contracted]
@@ -164,7 +164,7 @@ def compute(
         if x not in values:
             operands = [value(y) for y in x.operands]
             belief = x.op == "belief"
-            found = operands if belief else evaluate(x.primitive, operands, x.params)
+            found = operands if belief else arrays.evaluate(x.primitive, operands, x.params)
             values[x] = found[x.output].astype(x.dtype)
         return values[x]
 
@@ -176,7 +176,7 @@ def probe(node: Node, source: Node, x: Any, replace: Callable[[Any], Any] = lamb
     with jax.ensure_compile_time_eval():
         value = jnp.asarray(x, source.dtype).reshape(source.shape)
         (found,) = compute([node], {source: value}, replace)
-        return np.asarray(found, float) if is_known(found) else found
+        return np.asarray(found, float) if arrays.is_known(found) else found
 
 
 def misfit(node: Node, source: Node, operations: set[str]) -> Node | None:
@@ -189,7 +189,7 @@ def misfit(node: Node, source: Node, operations: set[str]) -> Node | None:
         if n.op in REDUCTIONS or all(x in reduced for x in n.nodes):
             reduced.add(n)
         mask = n.op == "select_n" and not isinstance(n.operands[0], Node)
-        cut = n.op == "convert_element_type" and not is_view(n)  # to integers
+        cut = n.op == "convert_element_type" and not arrays.is_view(n)  # to integers
         guard = n.op in _GUARDS and n in reduced and operations is not LINEAR
         if not ((n.op in operations and not cut) or mask or guard):
             return n
@@ -206,7 +206,7 @@ class Univariate(NamedTuple):
     operations: set[str]
     eps: float  # of the least precise operation
 
-    def after(self, inner: Callable[[Array], Array], operation: str) -> "Univariate":
+    def after(self, inner: Callable[[Array], Array], operation: str) -> Univariate:
         """This function of another one."""
         return self._replace(
             fn=lambda x: self.fn(inner(x)),
@@ -241,7 +241,7 @@ def univariate(node: Node) -> Univariate | None:
     def sides(x: Array) -> Array:
         found = [jnp.zeros((), x.dtype)]
         for n in inside:
-            cut = n.op == "convert_element_type" and not is_view(n)
+            cut = n.op == "convert_element_type" and not arrays.is_view(n)
             if cut or n.op in ("ceil", "floor", "round"):
                 found.append(values([n], x)[0].astype(x.dtype))
             elif n.op in BENDING - {"and", "is_finite", "not", "or", "select_n"}:
@@ -261,20 +261,20 @@ def univariate(node: Node) -> Univariate | None:
 
 def all_uniform(node: Node) -> bool:
     """Whether each certain operand holds one number."""
-    return all(isinstance(x, Node) or uniform(x) is not None for x in node.operands)
+    return all(isinstance(x, Node) or arrays.uniform(x) is not None for x in node.operands)
 
 
 def follow(node: Node, source: Node) -> np.ndarray | None:
     """Places of `source`'s entries in an array made of it by views and elementwise functions."""
     if node is source:
         return np.arange(source.size).reshape(source.shape)
-    if node.op not in VIEWS | ELEMENTWISE:
+    if node.op not in arrays.VIEWS | ELEMENTWISE:
         return None
     for operand in node.nodes:
         places = follow(operand, source)
         if places is None:
             continue
-        seen = moved(node, places, node.operands[1:])
+        seen = arrays.moved(node, places, node.operands[1:])
         if seen is not None:
             return seen[node.output]
         if operand.shape == node.shape:
@@ -282,9 +282,116 @@ def follow(node: Node, source: Node) -> np.ndarray | None:
     return None
 
 
+def through_views(node: Any, find: Callable[[Node], Any]) -> Any:
+    """What `find` makes of an array, or its view where the array is a view of another; else None."""
+    if not isinstance(node, Node):
+        return None
+    found = find(node)
+    if found is None and arrays.is_view(node):
+        inner = through_views(node.operands[0], find)
+        places = None if inner is None else arrays.moved(node, inner.places, node.operands[1:])
+        found = None if places is None else dataclasses.replace(inner, places=places[node.output])
+    return found
+
+
 def stand_in(constant: Any) -> Any:
     """A known array in place of a traced one: all True, or all NaN."""
-    if is_known(constant):
+    if arrays.is_known(constant):
         return constant
     fill = True if constant.dtype == bool else np.nan
     return np.full(constant.shape, fill, constant.dtype)
+
+
+class Receipt(Steps):
+    """The operations of one pass, in the order in which their moments were computed.
+
+    `mj.reference.closure_report(receipt, x, structures, key)` checks it stage by stage. Stages end at
+    arrays through which everything later passes, and share no weights.
+    """
+
+    def __init__(self, propagator: Any) -> None:
+        super().__init__(propagator.steps.values())
+        self._propagator = propagator
+
+    def sequence(self, x: Any) -> Array:
+        """The input as rows of features."""
+        return jnp.reshape(x, (-1, jnp.shape(x)[-1])).astype(float)
+
+    @property
+    def stages(self) -> list[Stage]:
+        """The stages, from one cut to the next; the last ends at the function's output."""
+        steps, output = self._propagator.steps, self._propagator.output
+        cuts = [*_cuts(list(steps), output), output]
+        names = (f"{steps[n].rule} {steps[n].where}" if n in steps else n.op for n in cuts)
+        starts = [None, *cuts[:-1]]
+        return [Stage(*one, self._propagator) for one in zip(names, starts, cuts, strict=True)]
+
+
+def _cuts(nodes: list[Node], output: Node) -> list[Node]:
+    """Nodes that separate everything before them, weights included, from everything after."""
+    found: list[Node] = []
+    for node in sorted(nodes, key=lambda n: n.index):
+        if node is output or arrays.is_view(node) or not jnp.issubdtype(node.dtype, jnp.floating):
+            continue
+        before, after = between(node, []), between(output, [node])
+        apart = not overlap(node.weights, weights_of(output, [node], lambda n: n.nodes))
+        if apart and not before & after and (not found or found[-1] in before):
+            found.append(node)
+    return found
+
+
+@dataclasses.dataclass
+class Stage:
+    """The part of a function between two random arrays; `start` None is the input."""
+
+    name: str
+    start: Node | None
+    end: Node
+    propagator: Any  # of the whole function
+
+    def __post_init__(self) -> None:
+        self.inner = between(self.end, [self.start])
+        self.axes = {n: _axes(n) for n in (self.start, self.end) if n is not None}
+
+    def moments(self, mean: Array, cov: Any) -> tuple[Array, Any]:
+        """Moments of the end, given those of the start as a sequence."""
+
+        def one_pass(propagator: Any) -> arrays.Moments:
+            for node in self.inner:
+                node.moments = None
+            if self.start is not None:
+                given = arrays.made(
+                    mean, cov, arrays.ordered(self.start.shape, *self.axes[self.start])
+                )
+                self.start.moments = propagator.pooled(given)
+                given.base.node = self.start
+            return propagator.moments(self.end)
+
+        kept = [(node, node.moments) for node in between(self.end, [])]
+        try:
+            own = {name: getattr(self.propagator, name) for name in ("landmarks", "output")}
+            m = type(self.propagator)(type(cov), **own).run(one_pass)
+        finally:
+            for node, moments in kept:
+                node.moments = moments
+        found = m.sequence(*self.axes[self.end])
+        return found.mean, found.cov
+
+    def draw(self, key: Array, x: Array) -> Array:
+        """The end in one sampled network, given the start as a sequence."""
+        weights = weights_of(self.end, [self.start], lambda n: n.nodes)
+        beliefs = {id(w.posterior): w.posterior for w in weights}
+        keys = jax.random.split(key, max(len(beliefs), 1))
+        known: dict[Any, Any] = {
+            i: w.sample(k) for (i, w), k in zip(beliefs.items(), keys, strict=False)
+        }
+        if self.start is not None:
+            places = arrays.ordered(self.start.shape, *self.axes[self.start])
+            known[self.start] = x.reshape(-1)[places].astype(self.start.dtype)
+        (end,) = compute([self.end], known)
+        return arrays.as_rows(end, *self.axes[self.end])
+
+
+def _axes(node: Node) -> tuple[arrays.Axes, arrays.Axes]:
+    """The token and feature axes that the pass used."""
+    return arrays.by_last_axis(node.ndim) if node.moments is None else node.moments.natural()

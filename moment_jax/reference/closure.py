@@ -14,8 +14,8 @@ from numpy.typing import ArrayLike
 from moment_jax import covariance as structures
 from moment_jax.covariance import Covariance
 from moment_jax.covariance.numerics import correlation_of
+from moment_jax.linalg import psd_sqrt
 from moment_jax.posterior import sample_params
-from moment_jax.posterior.linalg import psd_sqrt
 from moment_jax.propagation import propagate
 
 

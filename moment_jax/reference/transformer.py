@@ -49,8 +49,6 @@ def dense_moments(belief: Posterior) -> DenseMoments:
     """
     if isinstance(belief, posterior.FullNormal):
         cov = belief.cov
-    elif isinstance(belief, posterior.MatrixNormal):
-        cov = jnp.einsum("ij,op->iojp", belief.in_cov, belief.out_cov)
     elif isinstance(belief, posterior.KroneckerEigen):
         cov = belief.dense_cov()
     elif isinstance(belief, posterior.Point | posterior.Factorized | posterior.OutputShared):

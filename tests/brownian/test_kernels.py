@@ -81,16 +81,3 @@ def test_dot_products_are_distances_on_the_sphere_alone():
     assert np.max(np.abs(brownian.sphere_dot(2 * x, y) - 2 * x @ y.T)) > 1
     distances = np.sum((x[:, None] - y[None, :]) ** 2, axis=-1)
     assert_close(brownian.squared_distances(x, y), distances)
-
-
-def test_the_gap_to_the_sphere():
-    sphere_gap = jax.jit(brownian.sphere_gap)
-    on_sphere = sphere_gap(sphere_tokens(5, 8))
-    assert max(map(float, (on_sphere.dot_error, on_sphere.offset, on_sphere.radius_spread))) < 1e-10
-    tokens = 1.5 * sphere_tokens(5, 8) + 0.3
-    gap = sphere_gap(tokens)
-    assert_close(gap.radius, np.sqrt(np.mean(tokens**2)))
-    assert_close(gap.offset, 0.3 / gap.radius)
-    errors = np.asarray(brownian.sphere_dot(tokens, tokens) - tokens @ tokens.T)
-    assert_close(gap.dot_error, np.sqrt(np.mean(errors[~np.eye(5, dtype=bool)] ** 2)) / 8)
-    assert np.isfinite(sphere_gap(tokens[:1]).dot_error)

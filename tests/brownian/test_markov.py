@@ -1,11 +1,11 @@
-"""Laws of Markov chains beside their textbook forms, spectra beside dense decompositions."""
+"""Laws of Markov chains beside their textbook forms; diffusion maps with known coordinates."""
 
 import jax
 import numpy as np
 import pytest
+from scipy.stats import spearmanr
 
 import moment_jax as mj
-from moment_jax.brownian.krylov import leading_eigenpairs
 from tests.brownian.test_kernels import sphere_tokens
 from tests.builders import assert_close
 
@@ -98,35 +98,14 @@ def test_inside_compiled_code():
     assert_close(slope[1, 2], difference, 1e-8)
 
 
-@pytest.mark.parametrize("size", [7, 100])
-def test_eigenpairs(size):
-    """By a dense decomposition, and where the chain is larger than one Krylov space, without."""
-    count = min(size, 7)
-    tokens = sphere_tokens(size, 6, seed=3)
+def test_eigenpairs_are_sorted_by_modulus():
+    tokens = sphere_tokens(7, 6, seed=3)
     query, key = np.random.default_rng(5).normal(size=(2, 6, 6))
-    scores = brownian.attention_scores(tokens, query, key)
-    chain = np.asarray(jax.nn.softmax(scores, axis=1))
+    chain = np.asarray(jax.nn.softmax(brownian.attention_scores(tokens, query, key), axis=1))
     expected = np.linalg.eigvals(chain)
-    expected = expected[np.argsort(-np.abs(expected))][:count]
-    values, vectors, residuals = map(np.asarray, brownian.eigenpairs(chain, count))
-    assert_close(np.abs(values), np.abs(expected))
+    values, vectors = map(np.asarray, brownian.eigenpairs(chain, 5))
+    assert_close(np.abs(values), np.sort(np.abs(expected))[::-1][:5])
     assert_close(chain @ vectors, values[None, :] * vectors)
-    if size == 7:
-        assert_close(np.sort(values.real), np.sort(expected.real))
-        assert residuals.max() < 1e-12
-
-
-def test_leading_eigenpairs_of_a_larger_symmetric_matrix():
-    """Double eigenvalues, of a walk on a ring; and all tokens the same, Krylov spaces of dimension 1."""
-    eye, size = np.eye(100), 100
-    ring = 0.5 * eye + 0.25 * (np.roll(eye, 1, axis=0) + np.roll(eye, -1, axis=0))
-    expected = np.repeat(0.5 + 0.5 * np.cos(2 * np.pi * np.arange(4) / size), 2)[1:]
-    values, vectors, _ = map(np.asarray, leading_eigenpairs(ring, count=7, symmetric=True))
-    assert_close(values, expected)
-    assert_close(ring @ vectors, values[None, :] * vectors)
-    assert_close(vectors.T @ vectors, np.eye(7))
-    same = np.full((size, size), 1 / size)
-    assert_close(leading_eigenpairs(same, count=7, symmetric=True).values, np.eye(7)[0])
 
 
 def test_spectral_gap():
@@ -144,3 +123,49 @@ def test_mixing_time_is_the_first_step_below():
         return np.abs(np.linalg.matrix_power(transition, power) - law).sum(axis=1).max() / 2
 
     assert distance(steps) <= 0.1 < distance(steps - 1)
+
+
+# -- diffusion maps -----------------------------------------------------------------------------------
+
+diffusion_map = jax.jit(brownian.diffusion_map)
+
+
+def test_diffusion_distance_is_the_distance_in_the_map():
+    points = np.random.default_rng(3).normal(size=(12, 3))
+    walk = brownian.row_normalize(brownian.gaussian_kernel(points, points, bandwidth=1.0))
+    walk, law = np.asarray(walk), np.asarray(brownian.stationary(walk))
+    for time in (0, 1, 3):
+        found = brownian.diffusion_map(points, count=11, time=time, bandwidth=1.0, density_power=0)
+        assert_close(found.law, law)
+        # sqrt(sum_k (P^t_ik - P^t_jk)^2 / p_k), from the powers of P
+        weighted = np.linalg.matrix_power(walk, time) / np.sqrt(law)[None, :]
+        distances = np.sum((weighted[:, None] - weighted[None]) ** 2, axis=-1)
+        apart = np.asarray(found.coordinates)[:, None] - np.asarray(found.coordinates)[None]
+        assert_close(np.sum(apart**2, axis=-1), distances, 1e-9)
+
+
+def noisy(curve, noise):
+    """Points (400, 5) near a curve in two or three dimensions."""
+    x = np.stack([*curve, *np.zeros((5 - len(curve), 400))], axis=1)
+    return x + noise * np.random.default_rng(4).normal(size=x.shape)
+
+
+def test_a_noisy_circle_is_found():
+    angle = np.random.default_rng(5).uniform(0, 2 * np.pi, 400)
+    found = np.asarray(diffusion_map(noisy([np.cos(angle), np.sin(angle)], 0.05)).coordinates)
+    recovered = np.arctan2(found[:, 1], found[:, 0])
+    # Up to a rotation and a reflection: measure angles from the first point on.
+    correlations = []
+    for sign in (1, -1):
+        turned = np.mod(sign * (recovered - recovered[0]), 2 * np.pi)
+        truth = np.mod(angle - angle[0], 2 * np.pi)
+        away = np.minimum(truth, 2 * np.pi - truth) > 0.2  # either end may be seen on the other
+        correlations.append(spearmanr(turned[away], truth[away]).statistic)
+    assert max(correlations) > 0.98
+
+
+def test_a_swiss_roll_is_unrolled():
+    turn, height = np.random.default_rng(6).uniform(size=(2, 400))
+    turn = 1.5 * np.pi * (1 + 2 * turn)
+    found = diffusion_map(noisy([turn * np.cos(turn), 2 * height, turn * np.sin(turn)], 0.1))
+    assert abs(spearmanr(found.coordinates[:, 0], turn).statistic) > 0.95

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -25,7 +26,24 @@ pytestmark = pytest.mark.slow
 KEYS = jax.random.split(jax.random.key(8), 4)
 BLOCK = random_block(KEYS[0], 4, 6, 0.3)
 X = jax.random.normal(KEYS[1], (4, 4))
-block = partial(mj.encoder_block, params=BLOCK, num_heads=2, norm_first=True, activation=mj.gelu)
+block = partial(mj.encoder_block, params=BLOCK, num_heads=2, norm_first=True, activation="gelu")
+
+
+@mj.register_fields
+@dataclasses.dataclass(frozen=True)
+class Halves(mj.Covariance):
+    """Two halves of the features, as of two heads, are uncorrelated."""
+
+    cov: jax.Array
+    num_axes = 4
+
+    @classmethod
+    def project(cls, dense):
+        half = 2 * jnp.arange(dense.shape[1]) // dense.shape[1]
+        return cls(jnp.where((half[:, None] == half[None])[None, :, None], dense, 0))
+
+    def to_dense(self):
+        return self.cov
 
 
 def test_a_structure_that_loses_nothing_is_full():
@@ -70,12 +88,17 @@ def test_propagate_and_modules_take_it():
 
     ours, full = (mj.propagate(fn, structure=s)(params, X[:2])[1] for s in (Pairs, mj.Full))
     assert_close(ours.to_dense(), full.to_dense())
-    model = mj.Bayesian(tiny_vision(), structure=Pairs)
-    with jax.numpy_rank_promotion("allow"):  # Flax's layers promote
-        moments = jax.jit(model)(jnp.ones((2, 4, 4)))
-    assert type(moments.cov) is Pairs
-    assert moments.mean.shape == moments.sd.shape == (2, 3)
-    assert jnp.all(jnp.isfinite(moments.features))
+
+
+@pytest.mark.usefixtures("ranks_of_a_user")
+def test_a_vision_transformer_takes_it():
+    """Two heads whose noise is uncorrelated have nearly all of each token's variance."""
+    images = jax.random.normal(KEYS[3], (2, 4, 4))
+    model = mj.Bayesian(tiny_vision(), structure=Halves)
+    ours, full = (jax.jit(m)(images) for m in (model, model.replace(structure=mj.Full)))
+    assert type(ours.cov) is Halves
+    assert ours.mean.shape == ours.sd.shape == (2, 3)
+    assert 0.5 < jnp.mean(ours.sd / full.sd) < 1.5
 
 
 def test_a_class_can_be_defined_again():

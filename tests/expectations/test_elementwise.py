@@ -5,13 +5,15 @@ Then what is particular to the closed forms and to the quadrature: tails, float3
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from moment_jax import expectations
 from moment_jax.expectations import elementwise
-from moment_jax.expectations.quadrature import resolving
+from moment_jax.expectations.quadrature import expected, resolving
 from tests.expectations.families import FAMILIES, Family, integral
 
 MEANS = (-6.0, -2.5, -0.7, 0.0, 0.4, 1.3, 5.0)
@@ -234,6 +236,42 @@ def test_quadrature_errors():
         elementwise(jnp.tanh, x, x, num_nodes=4)
     with pytest.raises(ValueError, match="scalar"):
         elementwise(lambda y: jnp.stack([y, y]), x, x)
+
+
+def test_of_an_activation():
+    """A name, or a function whose values say what it is."""
+    exact = functools.partial(jax.nn.gelu, approximate=False)
+    for name, moments, *others in (
+        ("relu", expectations.rectified, jax.nn.relu, lambda x: jnp.maximum(x, 0)),
+        ("gelu", expectations.gelu, exact, lambda x: x * jax.scipy.stats.norm.cdf(x)),
+    ):
+        assert all(expectations.of(fn) is moments for fn in (name, *others))
+    mean, variance = jnp.array([0.3]), jnp.array([0.5])
+    for fn in (jnp.tanh, jax.nn.gelu):  # by tanh, another function
+        found = jax.jit(expectations.of(fn))(mean, variance)
+        chex.assert_trees_all_close(found, elementwise(fn, mean, variance), rtol=1e-12)
+    with pytest.raises(ValueError, match=r"one of 'relu', 'gelu'. Got 'swish'.*give the function"):
+        expectations.of("swish")
+    for wrong in (lambda x: jnp.stack([x, x]), lambda x, y: x, jnp.ones(3)):
+        with pytest.raises(TypeError, match=r"function of a scalar. Got .*jnp.tanh"):
+            expectations.of(wrong)
+
+
+def test_expected_value_and_its_derivatives_by_prices_theorem():
+    mean, variance = jnp.array([0.4, -1.0, 0.3]), jnp.array([0.02, 0.7, 0.0])
+
+    def total(mean, variance):
+        return jnp.sum(expected(jnp.sin, mean, variance))
+
+    @jax.jit
+    def derivatives(mean, variance):
+        by_variance = jax.grad(total, 1)
+        second = jax.grad(lambda variance: jnp.sum(by_variance(mean, variance)))(variance)
+        return by_variance(mean, variance), jax.grad(total)(mean, variance), second
+
+    sine, cosine = (jnp.exp(-variance / 2) * fn(mean) for fn in (jnp.sin, jnp.cos))
+    found = expected(jnp.sin, mean, variance), *derivatives(mean, variance)
+    chex.assert_trees_all_close(found, (sine, -sine / 2, cosine, sine / 4), rtol=1e-9)
 
 
 ORDINARY = (

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from scipy.stats import norm
 
 import moment_jax as mj
 from experiments.__main__ import main
-from experiments.seq2seq import data, forecaster
+from experiments.seq2seq import baselines, data, forecaster
 from experiments.seq2seq.data import DAY, FUTURE, PAST, Series
 
 
@@ -76,6 +77,20 @@ class Shallow(nnx.Linear):
 
     def __call__(self, source, target):
         return super().__call__(target)
+
+
+def test_scores_of_forecasts_by_their_definitions():
+    rng = np.random.default_rng(0)
+    mean, sd, truth = rng.normal(size=5), rng.uniform(0.5, 2, 5), 2 * rng.normal(size=5)
+    part = data.Windows(*[None] * len(data.Windows._fields))._replace(future=truth)
+    found = baselines.scores(baselines.Forecast(mean, sd), part)
+    law, x = norm(mean, sd), np.linspace(-20, 20, 200_001)[:, None]
+    crps = np.sum((law.cdf(x) - (x >= truth)) ** 2, axis=0) * (x[1] - x[0])
+    low, high = law.interval(0.9)
+    expected = -law.logpdf(truth).mean(), crps.mean(), np.mean((low <= truth) & (truth <= high))
+    np.testing.assert_allclose(
+        [found[k] for k in ("nll", "crps", "coverage_90")], expected, atol=1e-3
+    )
 
 
 @pytest.mark.slow

@@ -173,7 +173,7 @@ def test_the_curvature_is_the_exact_gauss_newton_matrix_of_every_array(name):
         basis = np.kron(belief.in_basis, belief.out_basis)
         own = np.einsum("pa,pq,qa->a", basis, exact, basis)
         np.testing.assert_allclose(belief.variance.ravel(), 1 / own, rtol=1e-6)
-        traced = np.einsum("iojo->ij", block.reshape(*belief.shape, *belief.shape))
+        traced = np.einsum("iojo->ij", block.reshape(2 * belief.matrix.shape))
         turned = belief.in_basis.T @ traced @ belief.in_basis
         np.testing.assert_allclose(turned, np.diag(np.diag(turned)), atol=1e-6)
         assert np.max(belief.variance) <= 2 * (1 + 1e-6)

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
-from moment_jax.covariance.token_gram import at_landmarks, nystroem, whole
+from moment_jax.covariance.token_gram import at_landmarks, factored, whole
 from moment_jax.posterior import Factorized
 from tests.builders import assert_close, param_tree, random_block, random_psd
 
@@ -40,7 +40,7 @@ def test_a_gram_of_low_rank_is_known_in_full():
     np.testing.assert_allclose(uneven, low, atol=0.02 * jnp.max(low))
     assert_close(jnp.diagonal(whole(known)), jnp.diagonal(low))
     rows = MEAN.T
-    assert_close(rows @ nystroem(known), rows @ whole(known))
+    assert_close(rows @ factored(known), rows @ whole(known))
     assert_close((known * known).columns, at_landmarks(low * low, COUNT).columns)
 
 

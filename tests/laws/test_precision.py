@@ -81,7 +81,7 @@ def test_a_block(start, tokens, sharpness):
         def moments(x, block):
             known = start(jnp.full(x.shape, 0.01, x.dtype))
             mean, cov = mj.encoder_block(
-                x, known, block, num_heads=2, norm_first=True, activation=mj.gelu
+                x, known, block, num_heads=2, norm_first=True, activation="gelu"
             )
             return mean, cov.variance()
 

@@ -34,7 +34,7 @@ def test_a_block_keeps_within_its_budget(structure: type[mj.Covariance]):
 
         def forward(params, x):
             cov = structure.zeros(x.shape)
-            mean, cov = mj.encoder_block(x, cov, params, num_heads=4, activation=mj.gelu)
+            mean, cov = mj.encoder_block(x, cov, params, num_heads=4, activation="gelu")
             return mean, cov.variance()
 
         def loss(params, x):

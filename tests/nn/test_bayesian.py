@@ -18,7 +18,7 @@ KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (5, 3))
 TOKENS = jax.random.normal(KEY, (2, 4, 6))
 HEAD = nnx.PathContains("head")
-MATRICES = ("OutputShared", "MatrixNormal", "KroneckerEigen")
+MATRICES = ("OutputShared", "KroneckerEigen")
 FAMILIES = [getattr(mj.posterior, name) for name in ("Factorized", "FullNormal", *MATRICES)]
 
 
@@ -219,7 +219,7 @@ WRONG = [
         r"head/bias \(2,\).*\(5, 3\)",
     ),
     (lambda: mj.Bayesian(net(), beliefs={}), ValueError, "one array at least"),
-    (lambda: mj.Bayesian(net(), family=mj.posterior.Reshaped), TypeError, "posterior family"),
+    (lambda: mj.Bayesian(net(), family=mj.posterior.Posterior), TypeError, "posterior family"),
     (
         lambda: mj.Bayesian(net(), family=lambda _: mj.posterior.KroneckerEigen),
         ValueError,

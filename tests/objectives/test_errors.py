@@ -50,7 +50,7 @@ BAD_TYPES = [
     (ell, "gaussian", (3,), (3,), (3,), "Got str"),
     (
         o.log_marginal, HeteroscedasticGaussian(), (1,), (2,), (2,),
-        "gaussian_negative_log_likelihood",
+        "scipy.stats.norm.logpdf",
     ),
     (o.predictive_gaussian, (3,), (3,), Categorical(), "class_probabilities"),
     (ell, Gaussian(1.0), (3,), ONES, INTS, INTEGERS),

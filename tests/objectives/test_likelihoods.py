@@ -10,6 +10,7 @@ import scipy.special
 import scipy.stats
 
 import moment_jax as mj
+from moment_jax.expectations.quadrature import expected
 from moment_jax.objectives import (
     Bernoulli,
     Categorical,
@@ -20,7 +21,6 @@ from moment_jax.objectives import (
     log_marginal,
 )
 from moment_jax.objectives import expected_log_likelihood as uncompiled
-from moment_jax.objectives.bernoulli import average
 
 T, D, C = 3, 2, 4
 # Compiled once for each form of the arguments: the value and its gradients.
@@ -245,7 +245,7 @@ def test_log_marginal_is_finite_where_the_probability_underflows():
 
 LOGITS = np.linspace(-8, 8, 17)
 LOGISTIC = {
-    partial(average, jax.nn.softplus): (jax.nn.softplus, lambda f: np.logaddexp(0, f)),
+    partial(expected, jax.nn.softplus): (jax.nn.softplus, lambda f: np.logaddexp(0, f)),
     bernoulli_probabilities: (jax.nn.sigmoid, scipy.special.expit),
 }
 

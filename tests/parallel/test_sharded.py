@@ -23,8 +23,7 @@ SIZES = {"data": 2, "model": 4}
         (("out", "kernel", "mean"), (8, 6), ("model", "data")),
         (("out", "bias", "mean"), (8,), ()),
         (("query", "kernel", "raw", "scale"), (8,), ("model",)),  # OutputShared
-        (("query", "kernel", "raw", "rows"), (8, 8), ("data", None)),
-        (("query", "kernel", "raw", "columns"), (8, 8), ("model", None)),
+        (("query", "kernel", "raw", "in_basis"), (8, 8), ("data", None)),
         (("query", "kernel", "raw", "out_basis"), (8, 8), ("model", None)),
         (("query", "kernel", "mean"), (7, 8), (None, "model")),  # 7 rows on 2 devices
         (("query", "kernel"), (8, 4, 2), ("data", "model", None)),  # Flax's, by heads

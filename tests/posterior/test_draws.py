@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from moment_jax.layers import DenseParams, EncoderBlockParams
-from moment_jax.posterior import Factorized, Point, Reshaped, sample_params
+from moment_jax.posterior import Factorized, OutputShared, Point, sample_params
 from tests.builders import random_block, random_vector
 
 KEY = jax.random.key(0)
@@ -38,8 +38,7 @@ def test_sample_params_draws_each_leaf_with_its_own_key():
 
     for one, wanted in zip(got, one_by_one(beliefs), strict=True):
         np.testing.assert_allclose(one, wanted, rtol=1e-14)
-    belief = Factorized(np.zeros(2), np.ones(2))
-    for one in (belief, Reshaped(belief, (2, 1))):
+    for one in (Factorized(np.zeros(2), np.ones(2)), OutputShared(np.zeros((1, 2)), np.ones(2))):
         first, second = draw((one, one), KEY)
         assert first.shape == one.shape
         assert not np.any(np.asarray(first) == np.asarray(second))

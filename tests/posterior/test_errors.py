@@ -12,7 +12,7 @@ from moment_jax.posterior import GaussianPrior, Posterior, from_second_moments
 from tests.builders import KERNEL_FAMILIES
 from tests.posterior.families import IN, KEY, OUT, PRIOR, example, stack
 
-Point, Factorized, OutputShared, MatrixNormal, KroneckerEigen, FullNormal = KERNEL_FAMILIES
+Point, Factorized, OutputShared, KroneckerEigen, FullNormal = KERNEL_FAMILIES
 KERNEL, VECTOR, STACK = np.zeros((IN, OUT)), np.zeros((IN,)), np.zeros((4, IN, OUT))
 X, EYE, SHARED = np.ones((5, IN)), np.eye(IN), example(OutputShared)
 PARAMS = {"w": jnp.ones(2)}
@@ -28,14 +28,12 @@ CASES = {
     "scalar": (lambda: Factorized(KERNEL, 0.1), "(3, 2) and (). For one", "full_like"),
     "shared_vector": (lambda: OutputShared(VECTOR, VECTOR), "(in, out)", "use Factorized"),
     "shared_entries": (lambda: OutputShared(KERNEL, KERNEL), "(3, 2) and (3, 2)", "Factorized"),
-    "matrix_vector": (lambda: MatrixNormal(VECTOR, EYE, EYE), "(in, out)", "Factorized or Full"),
-    "matrix_swapped": (lambda: MatrixNormal(KERNEL.T, EYE, EYE), "(2, 3) and (3, 3)", "(in, in)"),
+    "basis_vector": (lambda: KroneckerEigen(VECTOR, EYE, EYE, EYE), "(in, out)", "Factorized or"),
     "bases": (lambda: KroneckerEigen(KERNEL, 2 * EYE, np.eye(OUT), KERNEL), "by 3", "eigh"),
     "basis_shape": (lambda: KroneckerEigen(KERNEL.T, EYE, EYE, KERNEL), "(2, 3)", "(in, in)"),
     "full_matrix": (lambda: FullNormal(KERNEL, np.eye(6)), "(3, 2, 3, 2)", "cov.reshape"),
     "negative": (lambda: Factorized(VECTOR, VECTOR - 2), "Got -2", "squares"),
     "negative_shared": (lambda: OutputShared(KERNEL, -np.ones(OUT)), "Got -1", "squares"),
-    "negative_matrix": (lambda: MatrixNormal(KERNEL, EYE, -np.eye(OUT)), "Got -1", "squares"),
     "negative_full": (lambda: FullNormal(VECTOR, -EYE), "Got -1", "squares"),
     "noise_of_vector": (lambda: Point(VECTOR).noise_variance(X, X), "Point.noise_var", "jax.vmap"),
     "noise_inputs": (lambda: SHARED.noise_variance(X.T, X.T), "== 3. Got (3, 5)", "broadcast_to"),
@@ -44,7 +42,7 @@ CASES = {
     "vector_of_kernel": (lambda: Point(KERNEL).vector_cov(), "(D,). Got (3, 2)", "jax.vmap"),
     "vector_of_shared": (lambda: SHARED.vector_cov(), "(D,). Got (3, 2)", "Use Point, Factorized"),
     "matrix_stack": (
-        lambda: stack([example(MatrixNormal)] * 2).kl(PRIOR),
+        lambda: stack([example(KroneckerEigen)] * 2).kl(PRIOR),
         "Got (2, 3, 2)",
         "jax.vmap",
     ),

@@ -26,7 +26,7 @@ from tests.posterior.families import (
     without_variance,
 )
 
-Point, Factorized, OutputShared, MatrixNormal, KroneckerEigen, FullNormal = KERNEL_FAMILIES
+Point, Factorized, OutputShared, KroneckerEigen, FullNormal = KERNEL_FAMILIES
 PRIOR = GaussianPrior(*map(jnp.asarray, (random(20, IN, OUT), 0.5 + random(21, IN, OUT) ** 2)))
 families = pytest.mark.parametrize("family", RANDOM_FAMILIES, ids=name_of)
 
@@ -56,7 +56,7 @@ def dense_kl(belief, prior):
 @pytest.mark.parametrize(("family", "shape"), RANDOM_MEMBERS, ids=name_of)
 def test_kl_is_the_dense_formula(family, shape):
     belief, prior = example(family, shape), PRIOR
-    if family is KroneckerEigen:  # some rows of it too
+    if family is KroneckerEigen and len(shape) == 2:  # some rows of it too
         part, scalar = belief.rows(np.array([2, 0])), GaussianPrior(0.2, 0.7)
         np.testing.assert_allclose(kl(part, scalar), dense_kl(part, scalar), **TOL)
     if len(shape) != 2:

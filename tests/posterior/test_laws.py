@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moment_jax.posterior.linalg import psd_sqrt
 from tests.builders import KERNEL_FAMILIES
 from tests.posterior.families import (
     IN,
@@ -25,11 +24,10 @@ from tests.posterior.families import (
     method_inputs,
     name_of,
     random,
-    random_psd,
     without_variance,
 )
 
-Point, Factorized, OutputShared, MatrixNormal, KroneckerEigen, FullNormal = KERNEL_FAMILIES
+Point, Factorized, OutputShared, KroneckerEigen, FullNormal = KERNEL_FAMILIES
 NUM_SAMPLES = 20_000
 members = pytest.mark.parametrize(("family", "shape"), MEMBERS, ids=name_of)
 kernels = pytest.mark.parametrize("family", KERNEL_FAMILIES, ids=name_of)
@@ -48,6 +46,8 @@ def test_second_moments_are_those_of_the_dense_covariance(family, shape):
     cov, results = dense_cov(belief), compiled_methods(belief)
     assert belief.shape == shape
     np.testing.assert_allclose(np.ravel(results["marginal_variance"]), np.diag(cov), **TOL)
+    matrix = np.ravel(belief.matrix.marginal_variance())
+    np.testing.assert_array_equal(matrix, np.ravel(belief.marginal_variance()))
     if len(shape) == 1:
         assert results["vector_cov"].ndim == (2 if family is FullNormal else 1)
         np.testing.assert_allclose(as_matrix(results["vector_cov"]), cov, **TOL)
@@ -129,16 +129,14 @@ def test_rounding_leaves_no_negative_noise_variance():
         basis, _ = np.linalg.qr(random(seed, IN, IN))
         in_cov = np.outer(basis[:, 0], basis[:, 0]) * 1e6
         cov = np.einsum("ij,op->iojp", in_cov, np.eye(OUT))
-        mean = np.zeros((IN, OUT))
-        for belief in (MatrixNormal(mean, in_cov, np.eye(OUT)), FullNormal(mean, cov)):
-            assert np.all(np.asarray(noise(belief, basis[:, 1])) >= 0)
+        found = noise(FullNormal(np.zeros((IN, OUT)), cov), basis[:, 1])
+        assert np.all(np.asarray(found) >= 0)
 
 
 # -- draws --------------------------------------------------------------------------------------------
 
 BELIEFS = {
     **{f"{name_of(family)}-{name_of(shape)}": example(family, shape) for family, shape in MEMBERS},
-    "MatrixNormal-singular": example(MatrixNormal, rank=1),
     "FullNormal-singular": example(FullNormal, rank=2),
     "KroneckerEigen-rows": example(KroneckerEigen).rows(np.array([2, 0])),
 }
@@ -169,54 +167,3 @@ def test_draws_of_a_singular_belief_stay_in_its_range():
     rounding = np.sqrt(100 * np.finfo(np.float64).eps * np.max(values))
     assert null.shape[1] == IN * OUT - 2
     assert np.all(np.abs(null.T @ deviation) <= rounding)
-
-
-@jax.jit
-def root_and_derivatives(cov, first, second):
-    """The root, its derivative along `first` and the second one; that in reverse mode too."""
-
-    def along(step):
-        return jax.jvp(psd_sqrt, (cov + step * second,), (first,))[1]
-
-    def backward(cov):
-        return jax.grad(lambda cov: jnp.sum(jnp.sin(psd_sqrt(cov))))(cov)
-
-    forward, twice = jax.jvp(along, (0.0,), (1.0,))
-    in_reverse = jax.grad(lambda step: jnp.vdot(backward(cov + step * first), second))(0.0)
-    plain = jax.grad(lambda cov: jnp.vdot(psd_sqrt(cov), first))(cov)
-    return psd_sqrt(cov), forward, twice, in_reverse, plain
-
-
-@pytest.mark.parametrize(
-    "cov",
-    [random_psd(0, 3), np.eye(3), np.diag([2.0, 2.0, 0.5])],
-    ids=["regular", "identity", "repeated"],
-)
-def test_psd_sqrt_and_its_derivatives(cov):
-    """R R = C, differentiated twice; at repeated eigenvalues too, where eigh has no derivative."""
-    first, second = random_psd(1, 3), random_psd(2, 3)
-    results = root_and_derivatives(cov, first, second)
-    root, along, twice, in_reverse, _ = map(np.asarray, results)
-    other = np.asarray(root_and_derivatives(cov, second, first)[1])
-    np.testing.assert_allclose(root, root.T, **TOL)
-    np.testing.assert_allclose(root @ root, cov, **TOL)
-    np.testing.assert_allclose(root @ along + along @ root, first, **TOL)
-    crossed = along @ other + other @ along
-    np.testing.assert_allclose(root @ twice + twice @ root + crossed, np.zeros((3, 3)), **TOL)
-    expected = np.sum(np.cos(root) * twice - np.sin(root) * along * other)
-    np.testing.assert_allclose(in_reverse, expected, **TOL)
-
-
-@pytest.mark.parametrize(
-    "cov", [*(random_psd(4, 3, rank) for rank in range(3)), np.diag([1.0, -1e-18, 2.0])]
-)
-def test_psd_sqrt_of_a_singular_matrix(cov):
-    """One that rounding has brought a hair below zero is singular."""
-    weights = random_psd(1, 3)
-    root, *_, gradient = map(np.asarray, root_and_derivatives(cov, weights, weights))
-    np.testing.assert_allclose(root @ root, cov, **TOL)
-    # By the equation, |gradient| <= |weights| / (the least positive eigenvalue of the root):
-    # rounding in the null space does not come back multiplied by 1e8.
-    values = np.linalg.eigvalsh(cov)
-    least = np.sqrt(np.min(values[values > 1e-10], initial=np.inf))
-    assert np.linalg.norm(gradient) <= np.linalg.norm(weights) / least

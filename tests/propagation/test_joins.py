@@ -107,7 +107,6 @@ JOINS = {  # functions of the weights and of h = x @ e
     "weight normalisation": lambda p, h: jnp.tanh(h) @ rows_of(p),
     "a random slope": lambda p, h: jnp.where(h > 0, h, p["slope"] * h),
     "a quotient": evidence,
-    "the larger of two": lambda p, h: jnp.maximum(h @ p["b"], jnp.tanh(h) @ p["c"]),
     "at most a norm": lambda p, h: h * jnp.minimum(1, 2 / jnp.linalg.norm(h, axis=-1, keepdims=True)),
 }  # fmt: skip
 KNOWN = {"values": "v", "queries and values": "qv", "queries": "q", "the embedding": "e"}

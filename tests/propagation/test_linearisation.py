@@ -20,7 +20,6 @@ FAMILIES = [
     mj.posterior.Point(MEAN),
     mj.posterior.Factorized(MEAN, jnp.square(MEAN)),
     mj.posterior.OutputShared(MEAN, jnp.array([0.5, 2.0])),
-    mj.posterior.MatrixNormal(MEAN, root(1, 3), root(2, 2)),
     mj.posterior.KroneckerEigen(MEAN, *BASES, jnp.square(MEAN)),
     mj.posterior.FullNormal(MEAN, root(3, 6).reshape(3, 2, 3, 2)),
 ]

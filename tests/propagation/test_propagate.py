@@ -82,7 +82,7 @@ def test_flax_blocks_have_the_moments_of_the_library(norm_first, structure):
     beliefs = param_tree(params, 2)
     predict = mj.Bayesian(network, beliefs=beliefs, structure=structure, batch_axes=0)
     x = jax.random.normal(jax.random.key(1), (3, 4))
-    options |= {"num_heads": 2, "mask": jnp.tril(jnp.ones((3, 3), bool)), "activation": mj.gelu}
+    options |= {"num_heads": 2, "mask": jnp.tril(jnp.ones((3, 3), bool)), "activation": "gelu"}
 
     @jax.jit
     def both(x):
@@ -220,11 +220,6 @@ def perceptrons(p, x):
     return x + jnp.tanh(x @ p["up"]) @ p["down"]
 
 
-def largest(p, x):
-    rows = p["units"]
-    return jax.lax.scan(lambda c, row: (jnp.maximum(c, row), None), rows[0], rows[1:])[0]
-
-
 def shared_keys(p, x, heads=3, mask=None, fill=-1e9, cap=lambda scores: scores):
     """Heads of width one with one key and value, summed."""
     q, k, v = ((x @ p[name])[:, :, None] for name in ("w", "key", "value"))
@@ -275,7 +270,6 @@ WEIGHTS = {
     "w": belief(0, 3, 4, scale=0.4), "up": belief(1, 4, 5), "down": belief(2, 5, 4),
     "gate": belief(3, 4, 5), "bias": mj.posterior.Factorized(jnp.full(4, -1.28), jnp.full(4, 0.49)),
     "logits": mj.posterior.Factorized(jnp.linspace(-1, 1, 8), jnp.full(8, 4.0)),
-    "units": mj.posterior.Factorized(jnp.zeros((8, 2)), jnp.ones((8, 2))),
     "key": belief(4, 3, 1, scale=0.4), "value": belief(5, 3, 1, scale=0.4),
     "table": belief(6, 6, 4, scale=0.4), **{n: belief(7 + i, 4, 4) for i, n in enumerate("qkv")},
 }  # fmt: skip
@@ -293,16 +287,10 @@ NOISY = {
     "log softmax of layers": lambda p, x: jax.nn.log_softmax(jnp.tanh(x @ p["w"]) @ p["q"]),
     "logsumexp": lambda p, x: jax.nn.logsumexp(2 * x @ p["w"], axis=-1, keepdims=True),
     "logsumexp by hand": lambda p, x: -jnp.log(jnp.exp(x @ p["w"]).sum(0)),
-    "eight maxima": largest,
-    "largest": lambda p, x: (x @ p["w"]).max(0),
-    "smallest": lambda p, x: (x @ p["w"]).min(-1, keepdims=True),
-    "larger of two": lambda p, x: jnp.maximum(x @ p["w"], p["bias"][None]),
-    "smaller half": lambda p, x: jnp.minimum((x @ p["w"])[:, :2], (x @ p["w"])[:, 2:]),
     "where": lambda p, x: jnp.where(x[:, :1] > 0, x @ p["w"], p["bias"][None]),
     "step": lambda p, x: (x @ p["w"] > 0.1).astype(float),
     "step down and line": lambda p, x: jnp.where(x @ p["w"] > 0.2, x @ p["w"], 1.0),
     "sign": lambda p, x: jnp.sign(x @ p["w"]),
-    "comparison": lambda p, x: 2.0 * (x @ p["w"] < p["bias"][None]),
     "layer norm": lambda p, x: standardized(x[:, :1] + p["down"][:2]),
     # What looks like something simpler, or like nothing, at a few numbers.
     "softmax of a clip": lambda p, x: jax.nn.softmax(jnp.clip(0.3 * x @ p["w"] + 9, 8.9, 9.1)),
@@ -504,6 +492,9 @@ REFUSED = {  # functions of (3, 2) weights and of (2, 3) inputs
     "a function that jumps": (lambda p, x: jnp.floor(x @ p), r"jumps.*" + NO_RULE),
     "many steps": (lambda p, x: jnp.round(16 * (x @ p)) / 16, r"jumps.*" + NO_RULE),
     "random condition": (lambda p, x: jnp.where((x @ p[:, :1]) > 0, x @ p[:, 1:], 1.0), NO_RULE),
+    "a comparison of two": (lambda p, x: (x @ p > x @ p[::-1]) * 1.0, r"gt.*" + NO_RULE),
+    "the larger of two": (lambda p, x: jnp.maximum(x @ p, x[:, :2]), r"max.*" + NO_RULE),
+    "the largest": (lambda p, x: (x @ p).max(0), r"reduce_max.*" + NO_RULE),
     "cumulative sum": (lambda p, x: jnp.cumsum(x @ p, axis=0), r"cumsum.*" + NO_RULE),
     "scattered": (lambda p, x: (x @ p).at[1].set(2.0), r"scatter.*" + NO_RULE),
     "recurrent": (recurrent, r"same random weights at every step.*test_propagate.py.*linearised"),
@@ -743,12 +734,11 @@ def halves(w, x):
 
 
 def patches(w, x):
-    """A convolution of patches, each of two rows, and sums over two."""
+    """A convolution of patches, each of two rows."""
     y = jnp.tanh(jnp.concatenate([x, x**2]) @ w[:, :1])[None]
     kernel = w[:2, 1:].reshape(2, 1, 2)
     numbers = ("NHC", "HIO", "NHC")
-    y = jax.lax.conv_general_dilated(y, kernel, (2,), "VALID", dimension_numbers=numbers)
-    return jax.lax.reduce_window(y, 0.0, jax.lax.add, (1, 2, 1), (1, 2, 1), "VALID")[0]
+    return jax.lax.conv_general_dilated(y, kernel, (2,), "VALID", dimension_numbers=numbers)[0]
 
 
 REPEATED = {  # weights that are used twice, each entry in one way

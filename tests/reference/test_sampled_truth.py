@@ -15,7 +15,7 @@ import pytest
 from moment_jax import reference
 from moment_jax.covariance import Full
 from moment_jax.layers import attention, dense, encoder_block, layer_norm, matmul, relu
-from moment_jax.posterior import Factorized, FullNormal, MatrixNormal
+from moment_jax.posterior import Factorized, FullNormal, KroneckerEigen
 from tests.builders import (
     plain_attention,
     plain_block,
@@ -39,7 +39,7 @@ def beliefs():
         ),
         "large": (
             FullNormal(*moments_of(21, noise=1.0)),
-            random_dense_params(key, MatrixNormal, (FEATURES, 2)),
+            random_dense_params(key, KroneckerEigen, (FEATURES, 2)),
         ),
         "matrices": (FullNormal(*operands[:2]), FullNormal(*operands[2:])),
     }

@@ -18,7 +18,7 @@ from moment_jax.layers import (
     layer_norm,
     relu,
 )
-from moment_jax.posterior import FullNormal, MatrixNormal, OutputShared, Point
+from moment_jax.posterior import FullNormal, KroneckerEigen, OutputShared, Point
 from tests.builders import KERNEL_FAMILIES, random_block, random_kernel
 from tests.reference.examples import (
     FEATURES,
@@ -65,7 +65,7 @@ def test_relu():
 # Only dense layers depend on the family, so each family is tested in some parts of the network.
 @pytest.mark.parametrize(
     ("num_heads", "families"),
-    [(1, [FullNormal]), (2, [Point, FullNormal]), (2, [OutputShared, MatrixNormal])],
+    [(1, [FullNormal]), (2, [Point, FullNormal]), (2, [OutputShared, KroneckerEigen])],
 )
 def test_attention_with_independent_heads(num_heads, families):
     mean, cov = certain_input(12)
@@ -94,7 +94,7 @@ def test_heads_of_correlated_kernels_are_not_independent():
 def test_feed_forward():
     mean, cov = moments_of(15)
     params = random_block(jax.random.key(15), FEATURES, HIDDEN, 0.3, FullNormal).feed_forward
-    got = compiled(feed_forward, activation=relu)(mean, Full(cov), params)
+    got = compiled(feed_forward, activation="relu")(mean, Full(cov), params)
     assert_same(got, reference.feed_forward(mean, cov, params))
 
 
@@ -107,7 +107,7 @@ def test_block_with_independent_residuals():
     def block(mean, cov, params):
         branch, branch_cov = attention(mean, cov, params.attention, num_heads=2, order=1)
         mean, cov = layer_norm(mean + branch, cov.add(branch_cov), params.norm1, order=1)
-        branch, branch_cov = feed_forward(mean, cov, params.feed_forward, activation=relu)
+        branch, branch_cov = feed_forward(mean, cov, params.feed_forward, activation="relu")
         return layer_norm(mean + branch, cov.add(branch_cov), params.norm2, order=1)
 
     assert_same(block(mean, Full(cov), params), expected)

@@ -3,11 +3,15 @@
 Read every input as Cov[x_ti, x_sj] = P_ts C_ij with its token pattern P. Scores have ONE Kronecker
 product as covariance, Cov[s_ac, s_bf] = A_ab B_cf; queries, keys and values are independent in it, and
 share x in the means alone. Queries and keys see the diagonal of C. Kernels' noise has one token
-pattern for all heads and projections of a sequence. Per head, with W = E[softmax] and values v:
+pattern for all heads and projections of a sequence. Per head, with W = E[softmax], values v, averages
+a = W v, and V = E[v v^T] over tokens under the metric M of the output, the head adds
 
-    G  += A * (W (B * V) W^T - X - X^T + (a a^T) * (W B W^T)) + W V W^T,  X = ((W V) * (W B)) W^T
+    G  += A * (W (B * V) W^T - X - X^T + E[a a^T] * (W B W^T)) + W N W^T,   X = ((W V) * (W B)) W^T
+    C  += v^T ((W^T P W) * B) v - Y - Y^T + a^T (P * (W B W^T)) a,          Y = a^T ((P W) * (W B)) v
 
-under the metric of the output, where V is E[v v^T] over tokens and a = W v.
+where N is the noise of the values in V = v M v^T + N, P = p p^T * A the pairs of queries in the pooled
+sum, * the product of entries, and E[a a^T] = a M a^T + W N W^T. Softmax keeps a part of its Jacobian: A
+is scaled by that, g_a g_b.
 """
 
 from __future__ import annotations
@@ -19,55 +23,17 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance.numerics import gram as feature_gram
-from moment_jax.covariance.numerics import (
-    nonnegative,
-    safe_divide,
-    safe_sqrt,
-    summed_covs,
-    weighted_sum,
-)
-from moment_jax.covariance.separable import (
-    Separable,
-    SeparableCross,
-    agreeing,
-    kernel_noise,
-    spread,
-)
-from moment_jax.covariance.token_gram import (
-    Nystroem,
-    TokenGram,
-    Tokens,
-    bounded,
-    congruent,
-    contracted,
-    contrasted,
-    count_of,
-    diagonal_of,
-    divided,
-    gram,
-    nystroem,
-    product,
-    pulled,
-    seen_only,
-    spread_within,
-    through,
-    whole,
-)
-from moment_jax.covariance.token_gram import total as sum_of
+from moment_jax.covariance import numerics
+from moment_jax.covariance import token_gram as tg
+from moment_jax.covariance.cross import SeparableCross
+from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt, weighted_sum
+from moment_jax.covariance.pool import pool_scores
+from moment_jax.covariance.separable import Separable, agreeing, kernel_noise, outer_by_share
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.expectations.softmax_mean import quick_expected_softmax
-from moment_jax.layers.heads import (
-    each_head,
-    kept_jacobian,
-    left_within,
-    merge_heads,
-    split_heads,
-    turned,
-)
+from moment_jax.layers import heads
 from moment_jax.layers.params import AttentionParams, DenseParams, bias_cov, with_bias
 from moment_jax.layers.rules import Attending, Carry
-from moment_jax.layers.seen import pool_scores
 from moment_jax.xla import diagonal_matrix, materialized
 
 
@@ -80,9 +46,164 @@ class Projection(NamedTuple):
     by_kernel: Array  # (K, K): noise of the kernel alone, in the tokens' weighted sum of squares
     by_bias: Array  # (K, K)
 
-    def under(self, metric: Array, pattern: Tokens, noise: Tokens) -> Tokens:
-        """sum_ij metric_ij Cov[y_ti, y_sj], (T, T), without the bias, from both patterns."""
-        return jnp.sum(self.by_input * metric) * pattern + jnp.sum(self.by_kernel * metric) * noise
+    def gram(self, metric: Array, pattern: tg.Tokens, noise: tg.Tokens) -> tg.Tokens:
+        """sum_ij metric_ij Cov[y_ti, y_sj], (T, T), of x's token pattern and the kernel's noise's."""
+        x, kernel, bias = (jnp.sum(part * metric) for part in self[2:])
+        return x * pattern + kernel * noise + bias
+
+
+class _Sequence(NamedTuple):
+    """What all heads share: token patterns and weights."""
+
+    x: tg.Tokens  # pattern of the queries' input, (T, T)
+    source: tg.Tokens  # pattern of the keys' and values' input, (S, S)
+    of_query: tg.Tokens  # patterns of the kernels' noise
+    of_key: tg.Tokens
+    of_value: tg.Tokens
+    factored: Array | tg.Factored  # `source`, to be multiplied
+    own: Array | None  # `source` in full, (T, T), if that is x
+    seen: Array  # keys that some query may look at, (S,)
+    pool: Array  # weights p of the sum over queries, (T,)
+    query_weights: Array  # weights of averages over queries and keys, for the scores
+    key_weights: Array
+
+
+class _Head(NamedTuple):
+    query: Projection
+    key: Projection
+    value: Projection
+    differences: Array  # by_kernel of the keys minus their average, (K, K)
+    metric: Array  # M, second moment of the output kernel, (K, K)
+    drawn: Array  # C kernel of the values, (D, K)
+    linked: Array  # sum_k Cov[q_ak, k_ck] of a unit of x's token pattern, ()
+    mask: Array | None
+
+
+class _Output(NamedTuple):
+    mean: Array  # a, (T, K)
+    weights: Array  # W, (T, S)
+    total: Array  # p^T W, (S,)
+    tokens: tg.Tokens  # what the head alone adds to G, (T, T)
+    by_scores: Array  # and to C before the output kernel, through the scores, (K, K)
+
+
+def attention(
+    mean: Array,
+    cov: Separable,
+    memory: tuple[Array, Separable] | None,
+    params: AttentionParams,
+    attending: Attending,
+) -> tuple[Array, Separable, Carry]:
+    """The rule of `attention` and `cross_attention`: see there."""
+    h, order, pool = attending.num_heads, attending.order, cov.pool
+    value, output = params.value.kernel.mean, params.output.kernel.mean
+    source, source_cov = (mean, cov) if memory is None else memory
+    drawn = source_cov.features @ value
+    common = value.T @ drawn  # noise of x in the values of all heads, (H K, H K)
+    sequence = _sequence(mean, cov, memory, params, attending)
+    head = _heads(mean, cov, memory, params, attending, sequence, drawn, common)
+    # At landmarks what cancels is approximated, and bfloat16 would not cancel.
+    exact = any(isinstance(c.tokens, tg.TokenGram) for c in (cov, source_cov))
+    with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
+        out = heads.each_head(
+            lambda each: _one_head(each, sequence, order), head, h * len(mean) * len(source)
+        )
+
+    # G: each head's own, the output kernel's noise, and what pairs of heads share. All heads average the
+    # same noise of x in the values; pairs of heads do with their mean weights.
+    count, mixed = tg.count_of(cov.tokens), heads.merge_heads(out.mean)
+    common = common.reshape(*(h, len(common) // h) * 2)
+    between = jnp.sum(common * numerics.gram(output).reshape(common.shape), axis=(1, 3))
+    shared = jnp.sum(between) - jnp.sum(tg.diagonal_of(between))  # by pairs of different heads
+    tokens = jax.tree.map(lambda each: jnp.sum(each, axis=0), out.tokens)
+    tokens = tokens + tg.gram(mixed, params.output.kernel.input_metric(), count)
+    tokens = tokens + shared * tg.gram(jnp.mean(out.weights, axis=0), sequence.factored, count)
+
+    # C, of the sum over queries: averages of values' noise, and every head's own.
+    total = out.total
+    overlap = (total @ sequence.factored) @ total.T
+    by_kernel = jax.vmap(
+        lambda mean: _blocks(kernel_noise(params.value.kernel, None, mean[None]), h)
+    )(total @ source)
+    own = tg.diagonal_of(overlap)[:, None, None] * head.value.by_input
+    own = own + jnp.einsum("hhkl->hkl", by_kernel) + out.by_scores
+    own = own + (jnp.sum(total, axis=1) ** 2)[:, None, None] * head.value.by_bias
+    same = jnp.eye(h, dtype=bool)[:, None, :, None]
+    averages = jnp.where(same, own[:, :, None], common * overlap[:, None, :, None])
+    averages = averages.reshape(len(output), -1)
+    by_noise = kernel_noise(params.output.kernel, averages, weighted_sum(pool, mixed)[None])
+    features = numerics.summed_covs(numerics.gram(output.T, averages), by_noise)
+
+    variances = outer_by_share(tg.diagonal_of(tokens), tg.diagonal_of(features))
+    features = agreeing(features, tokens, pool)
+    out_cov = Separable.unchecked(variances, tokens, features, pool)
+
+    def carry(
+        cross: SeparableCross | None, with_memory: SeparableCross | None = None
+    ) -> SeparableCross | None:
+        """Through the values alone, so from a memory and not from what looks at it."""
+        given = cross if memory is None else with_memory
+        if given is None:
+            return None
+        paths = head.value.kernel @ output.reshape(h, -1, output.shape[1])
+        return _through_values(given, paths, out.weights, total, pool)
+
+    return params.output.mean_output(mixed), with_bias(out_cov, params.output.bias), carry
+
+
+def _sequence(
+    mean: Array, cov: Separable, memory: Any, params: AttentionParams, attending: Attending
+) -> _Sequence:
+    """Token patterns of x, of the source, and of the noise of the three kernels."""
+    source, source_cov = (mean, cov) if memory is None else memory
+    count, mask = tg.count_of(source_cov.tokens), attending.mask
+    of_key = pool_scores(source_cov.pool, mask) if memory is None else source_cov.pool
+    of_query = of_key if memory is None else cov.pool
+    query, *others = (
+        layer.kernel.input_metric() for layer in (params.query, params.key, params.value)
+    )
+
+    def pattern(noise: tg.Tokens, weights: Array) -> tg.Tokens:
+        """Kernels' noise in units of its weighted trace."""
+        return tg.divide(noise, weights @ tg.diagonal_of(noise))
+
+    if memory is None:
+        noise = tg.gram(source, numerics.summed_covs(query, *others), count)
+        by_query = pattern(noise, of_key)
+    else:
+        noise = tg.gram(source, numerics.summed_covs(*others), count)
+        by_query = pattern(tg.gram(mean, query, tg.count_of(cov.tokens)), of_query)
+    seen = jnp.ones(len(source), bool) if mask is None else jnp.any(mask, axis=(0, 1))
+    known = tg.seen_only(source_cov.pattern(), seen)
+    own = tg.whole(known) if memory is None else None
+    x = known if memory is None else cov.pattern()
+    patterns = x, known, by_query, pattern(noise, of_key), pattern(noise, source_cov.pool)
+    return _Sequence(*patterns, tg.factored(known), own, seen, cov.pool, of_query, of_key)
+
+
+def _heads(
+    mean: Array, cov: Separable, memory: Any, params: AttentionParams, attending: Attending,
+    sequence: _Sequence, drawn: Array, common: Array,
+) -> _Head:  # fmt: skip
+    """The projections of all heads, and the matrices in which they meet."""
+    h, turns = attending.num_heads, attending.turns
+    source, source_cov = (mean, cov) if memory is None else memory
+    keys = tg.diagonal_of(source_cov.features)
+    queries = keys if memory is None else tg.diagonal_of(cov.features)
+    at, by = sequence.query_weights, sequence.key_weights
+    query = _projection(mean, queries, None, params.query, at, turns[0], h)
+    key = _projection(source, keys, None, params.key, by, turns[1], h)
+    value = _projection(
+        source, source_cov.features, _blocks(common, h), params.value, source_cov.pool, None, h
+    )
+    centred = safe_sqrt(by)[:, None] * (source - _average(by, source)[None])
+    differences = _blocks(kernel_noise(params.key.kernel, None, centred), h)
+    output = params.output.kernel
+    kernels = output.mean.reshape(h, -1, output.shape[1])
+    metric = kernels @ jnp.swapaxes(kernels, 1, 2) + _blocks(output.input_metric(), h)
+    linked = queries @ jnp.sum(query.kernel * key.kernel, axis=2).T
+    drawn = heads.split_heads(drawn, h)
+    return _Head(query, key, value, differences, metric, drawn, linked, attending.mask)
 
 
 def _projection(
@@ -94,22 +215,17 @@ def _projection(
     `features` is C, or its diagonal, and `by_mean` (H, K, K) what the kernel's mean makes of it.
     `weights` (T,) are those of the tokens in the sum of squares.
     """
-    kernels = split_heads(layer.kernel.mean, h)
+    kernels = heads.split_heads(layer.kernel.mean, h)
     if by_mean is None:
-        by_mean = jax.vmap(lambda each: feature_gram(each.T, features))(kernels)
+        by_mean = jax.vmap(lambda each: numerics.gram(each.T, features))(kernels)
     by_input = kernel_noise(layer.kernel, features, jnp.zeros_like(mean[:1]))
     return Projection(
-        turned(split_heads(layer.mean_output(mean), h), turn),
+        heads.rotate(heads.split_heads(layer.mean_output(mean), h), turn),
         kernels,
         by_mean + _blocks(by_input, h),
         _blocks(kernel_noise(layer.kernel, None, safe_sqrt(weights)[:, None] * mean), h),
         _blocks(bias_cov(layer.bias, layer.kernel.shape[1], mean.dtype), h),
     )
-
-
-def _pattern(noise: Tokens, weights: Array) -> Tokens:
-    """The token Gram matrix of kernels' noise in units of its weighted trace."""
-    return divided(noise, weights @ diagonal_of(noise))
 
 
 def _blocks(cov: Array, num_heads: int) -> Array:
@@ -118,139 +234,6 @@ def _blocks(cov: Array, num_heads: int) -> Array:
         return diagonal_matrix(cov.reshape(num_heads, -1))
     k = len(cov) // num_heads
     return jnp.einsum("hkhl->hkl", cov.reshape(num_heads, k, num_heads, k))
-
-
-class _Tokens(NamedTuple):
-    """What all heads share: token patterns and weights."""
-
-    x: Tokens  # pattern of the queries' input, (T, T)
-    source: Tokens  # pattern of the keys' and values' input, (S, S)
-    query: Tokens  # patterns of the kernels' noise
-    key: Tokens
-    value: Tokens
-    averaged: Array | Nystroem  # `source`, to be multiplied
-    own: Array | None  # `source` in full, (T, T), if that is x
-    seen: Array  # keys that some query may look at, (S,)
-    pool: Array  # weights of the sum over queries, (T,)
-    query_weights: Array  # weights of averages over queries and keys, for the scores
-    key_weights: Array
-
-
-class _Head(NamedTuple):
-    query: Projection
-    key: Projection
-    value: Projection
-    contrasts: Array  # by_kernel of the keys minus their average, (K, K)
-    metric: Array  # second moment of the output kernel, (K, K)
-    drawn: Array  # C kernel of the values, (D, K)
-    linked: Array  # sum_k Cov[q_ak, k_ck] of a unit of x's token pattern, ()
-    mask: Array | None
-
-
-class _Output(NamedTuple):
-    mean: Array  # (T, K)
-    weights: Array  # E[softmax], (T, S)
-    total: Array  # its sum over queries, (S,)
-    tokens: Tokens  # what the head alone adds to the token Gram matrix, (T, T)
-    by_scores: Array  # covariance of the sum through the scores, (K, K)
-
-
-def attention(
-    mean: Array,
-    cov: Separable,
-    memory: tuple[Array, Separable] | None,
-    params: AttentionParams,
-    attending: Attending,
-) -> tuple[Array, Separable, Carry]:
-    """The rule of `attention` and `cross_attention`: see there."""
-    h, mask, _, turns = attending
-    source, source_cov = (mean, cov) if memory is None else memory
-    key_weights = pool_scores(source_cov.pool, mask) if memory is None else source_cov.pool
-    query_weights = key_weights if memory is None else cov.pool
-    count, key_count = count_of(cov.tokens), count_of(source_cov.tokens)
-    others = diagonal_of(source_cov.features)
-    own = others if memory is None else diagonal_of(cov.features)
-    value_kernel = params.value.kernel.mean
-    drawn = source_cov.features @ value_kernel
-    common = value_kernel.T @ drawn  # noise of x in the values of all heads, (H K, H K)
-    query = _projection(mean, own, None, params.query, query_weights, turns[0], h)
-    key = _projection(source, others, None, params.key, key_weights, turns[1], h)
-    value = _projection(
-        source, source_cov.features, _blocks(common, h), params.value, source_cov.pool, None, h
-    )
-    metrics = [layer.kernel.input_metric() for layer in (params.query, params.key, params.value)]
-    if memory is None:
-        noise = gram(source, summed_covs(*metrics), key_count)
-        query_noise = key_noise = _pattern(noise, key_weights)
-    else:
-        noise = gram(source, summed_covs(*metrics[1:]), key_count)
-        query_noise = _pattern(gram(mean, metrics[0], count), query_weights)
-        key_noise = _pattern(noise, key_weights)
-    seen = jnp.ones(len(source), bool) if mask is None else jnp.any(mask, axis=(0, 1))
-    pattern = seen_only(source_cov.pattern(), seen)
-    averaged = nystroem(pattern)
-    own_pattern = pattern if memory is None else cov.pattern()
-    tokens = _Tokens(
-        *(own_pattern, pattern, query_noise, key_noise, _pattern(noise, source_cov.pool)),
-        averaged,
-        whole(pattern) if memory is None else None,
-        *(seen, cov.pool, query_weights, key_weights),
-    )
-    centred = safe_sqrt(key_weights)[:, None] * (source - _average(key_weights, source)[None])
-    contrasts = _blocks(kernel_noise(params.key.kernel, None, centred), h)
-    output, output_metric = params.output.kernel.mean, params.output.kernel.input_metric()
-    kernels = output.reshape(h, -1, output.shape[1])
-    metric = kernels @ jnp.swapaxes(kernels, 1, 2) + _blocks(output_metric, h)
-
-    def one_head(head: _Head) -> _Output:
-        return _one_head(head, tokens, attending.order)
-
-    linked = own @ jnp.sum(query.kernel * key.kernel, axis=2).T
-    heads = _Head(query, key, value, contrasts, metric, split_heads(drawn, h), linked, mask)
-    # At landmarks what cancels is approximated, and bfloat16 would not cancel.
-    exact = any(isinstance(c.tokens, TokenGram) for c in (cov, source_cov))
-    with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
-        out = each_head(one_head, heads, num_scores=h * len(mean) * len(source))
-
-    # All heads average the same noise of x in the values; pairs of heads do with their mean weights.
-    common = common.reshape(*(h, len(common) // h) * 2)
-    between = jnp.sum(common * feature_gram(output).reshape(common.shape), axis=(1, 3))
-    shared = jnp.sum(between) - jnp.sum(diagonal_of(between))  # by pairs of different heads
-    mixed = merge_heads(out.mean)
-    gram_tokens = jax.tree.map(lambda each: jnp.sum(each, axis=0), out.tokens)
-    gram_tokens = gram_tokens + gram(mixed, output_metric, count)
-    gram_tokens = gram_tokens + shared * gram(jnp.mean(out.weights, axis=0), averaged, count)
-
-    # The sum over queries: averages of values' noise, and every head's own.
-    total = out.total
-    overlap = (total @ averaged) @ total.T
-    energy = diagonal_of(overlap)
-    own_noise = jax.vmap(
-        lambda mean: _blocks(kernel_noise(params.value.kernel, None, mean[None]), h)
-    )
-    by_kernel = jnp.einsum("hhkl->hkl", own_noise(total @ source))
-    by_head = energy[:, None, None] * value.by_input + by_kernel + out.by_scores
-    by_head = by_head + (jnp.sum(total, axis=1) ** 2)[:, None, None] * value.by_bias
-    same = jnp.eye(h, dtype=bool)[:, None, :, None]
-    averages = jnp.where(same, by_head[:, :, None], common * overlap[:, None, :, None])
-    averages = averages.reshape(len(output), -1)
-    by_noise = kernel_noise(params.output.kernel, averages, weighted_sum(cov.pool, mixed)[None])
-    features = summed_covs(feature_gram(output.T, averages), by_noise)
-    variances = spread(diagonal_of(gram_tokens), diagonal_of(features))
-    features = agreeing(features, gram_tokens, cov.pool)
-    out_cov = Separable.unchecked(variances, gram_tokens, features, cov.pool)
-    out_cov = with_bias(out_cov, params.output.bias)
-
-    def carry(
-        cross: SeparableCross | None, with_memory: SeparableCross | None = None
-    ) -> SeparableCross | None:
-        """Through the values alone, so from a memory and not from what looks at it."""
-        given = cross if memory is None else with_memory
-        if given is None:
-            return None
-        return _through_values(given, value.kernel @ kernels, out.weights, total, cov.pool)
-
-    return params.output.mean_output(mixed), out_cov, carry
 
 
 def _average(weights: Array, rows: Array) -> Array:
@@ -266,105 +249,98 @@ def _through_values(
     """
     carried = safe_sqrt(jnp.sum(paths**2, axis=(1, 2)))
     carried = safe_divide(carried, jnp.sum(carried))
-    reached = total @ pulled(cross.pools[0], cross.tokens)  # (H,)
+    reached = total @ tg.vecmat(cross.pools[0], cross.tokens)  # (H,)
     paths = jnp.tensordot(safe_divide(reached, jnp.sum(reached * carried)), paths, 1)
-    tokens = through(cross.tokens, jnp.tensordot(carried, weights, 1).T)
+    tokens = tg.right_multiply(cross.tokens, jnp.tensordot(carried, weights, 1).T)
     return SeparableCross(tokens, cross.features @ paths, (cross.pools[0], pool))
 
 
-def _one_head(head: _Head, tokens: _Tokens, order: int) -> _Output:
-    """One head: its averages of the values, and what its noise adds to the projected output."""
-    q, k, v = head.query, head.key, head.value
-    root, pool, metric = q.mean.shape[1] ** 0.5, tokens.pool, head.metric
-    queries, contrasts = _scores(head, tokens)
-    known, count = nystroem(contrasts), count_of(queries)
-    scores = q.mean @ k.mean.T
-    if tokens.own is not None and order == 2:
-        scores = scores + tokens.own * head.linked
-    scores = materialized(scores / root)
-    if order == 1:
-        weights = masked_softmax(scores, head.mask)
-    else:
-        weights = _expected_weights(scores, queries, contrasts, known, head.mask)
-    weights = materialized(weights)
-    total = weighted_sum(pool, weights)
-    centre = _average(total, v.mean)[None]  # nothing large cancels below
-    value = v.mean - centre
-    average = weights @ value
+# -- one head, in the letters of the formulas above ------------------------------------------------
 
-    # Second moments of values v and averages a = W v over tokens, under the metric of the output.
-    noise = v.under(metric, tokens.source, tokens.value) + jnp.sum(v.by_bias * metric)
-    noise = seen_only(noise, tokens.seen)
-    mapped = value @ metric
-    spread_by = nystroem(noise)
-    values = mapped @ value.T + whole(spread_by)
-    reached, met, seen = weights @ spread_by, weights @ known, whole(known) * values
-    crossed = average @ mapped.T + reached
-    within, met_twice = (product(x, weights, count) for x in (reached, met))
-    averages = gram(average, metric, count) + within
-    by_scores = averages * met_twice
-    by_scores = queries * contracted(weights, seen, 2 * crossed * met, by_scores, pool > 0)
-    gain = jnp.ones_like(pool)
-    if order == 2:  # law of total variance: the softmax keeps a part of its Jacobian
-        second, found = weights @ diagonal_of(values), nonnegative(diagonal_of(by_scores))
-        gain, _ = kept_jacobian(found, second, diagonal_of(averages))
-        by_scores = bounded(gain[:, None] * by_scores * gain[None, :], gain * safe_sqrt(found))
 
-    # Through the scores into the sum over queries: from the spread of the mean values, and of noise.
-    size = pool * gain
-    pairs = size[:, None] * queries * size[None, :]
-    paired, outer = congruent(nystroem(pairs), weights)
-    outer = whole(known) * outer
-    far, near = pairs * met_twice, paired * met
-    bent = value.T @ (0.5 * (outer @ value) - near.T @ average)
-    features = bent + bent.T + average.T @ nystroem(far) @ average
-    noisy = jnp.sum(outer * whole(spread_by)) - 2 * jnp.sum(near * reached)
-    noisy = noisy + sum_of(far * within)
+def _one_head(head: _Head, sequence: _Sequence, order: int) -> _Output:
+    """One head: its averages of the values, and what its noise adds to G and to C."""
+    q, k, value, M = head.query, head.key, head.value, head.metric
+    p, root = sequence.pool, q.mean.shape[1] ** 0.5
+    A, keys = _scores(head, sequence)
+    B, count = tg.factored(keys), tg.count_of(A)
+    S = q.mean @ k.mean.T
+    if order == 2 and sequence.own is not None:
+        S = S + sequence.own * head.linked
+    S = materialized(S / root)
+    exact = order == 1
+    W = masked_softmax(S, head.mask) if exact else _expected_softmax(S, A, keys, B, head.mask)
+    W = materialized(W)
+    w = weighted_sum(p, W)
+    centre = _average(w, value.mean)[None]  # nothing large cancels below
+    v = value.mean - centre
+    a = W @ v
+
+    noise = tg.seen_only(value.gram(M, sequence.source, sequence.of_value), sequence.seen)
+    N, vM, B_ = tg.factored(noise), v @ M, tg.whole(B)
+    N_ = tg.whole(N)
+    V = vM @ v.T + N_
+    WN, WB = W @ N, W @ B
+    WNW, WBW = tg.product(WN, W, count), tg.product(WB, W, count)
+    aa = tg.gram(a, M, count) + WNW
+    X = (a @ vM.T + WN) * WB
+    G = A * tg.contract(W, B_ * V, 2 * X, aa * WBW, p > 0)
+    g = jnp.ones_like(p)
+    if order == 2:  # law of total variance
+        found = nonnegative(tg.diagonal_of(G))
+        g, _ = heads.kept_jacobian(found, W @ tg.diagonal_of(V), tg.diagonal_of(aa))
+        G = tg.bound(g[:, None] * G * g[None, :], g * safe_sqrt(found))
+
+    P = (p * g)[:, None] * A * (p * g)[None, :]
+    PW, WPW = tg.congruence(tg.factored(P), W)
+    BP, Y, Z = B_ * WPW, PW * WB, P * WBW
+    half = v.T @ (0.5 * (BP @ v) - Y.T @ a)
+    C = half + half.T + a.T @ tg.factored(Z) @ a
+    n = jnp.sum(BP * N_) - 2 * jnp.sum(Y * WN) + tg.total(Z * WNW)  # the same of the noise, tr M C
     if order == 2:  # no more than the values' variance under the weights, in every token at once
-        each = pool @ safe_sqrt(left_within(weights @ value**2, average**2))
-        features = jnp.clip(features, -each[:, None] * each[None, :], each[:, None] * each[None, :])
-        most = pool @ safe_sqrt(left_within(weights @ diagonal_of(noise), diagonal_of(within)))
-        noisy = jnp.minimum(noisy, most**2)
-    noisy = safe_divide(nonnegative(noisy), jnp.sum(v.by_input * metric))
-    features = features + noisy * v.by_input
+        most = p @ safe_sqrt(heads.left_within(W @ v**2, a**2))
+        C = jnp.clip(C, -most[:, None] * most[None, :], most[:, None] * most[None, :])
+        most = p @ safe_sqrt(heads.left_within(W @ tg.diagonal_of(noise), tg.diagonal_of(WNW)))
+        n = jnp.minimum(n, most**2)
+    C = C + safe_divide(nonnegative(n), jnp.sum(value.by_input * M)) * value.by_input
 
-    mean = average + centre * jnp.sum(weights, axis=1, keepdims=True)
+    mean = a + centre * jnp.sum(W, axis=1, keepdims=True)
     if order == 2:
-        mean = mean + _shared(head, tokens, weights, gain / root)
-    return _Output(mean, weights, total, by_scores + within, features)
+        mean = mean + _shared(head, sequence, W, g / root)
+    return _Output(mean, W, w, G + WNW, C)
 
 
-def _scores(head: _Head, tokens: _Tokens) -> tuple[Tokens, Tokens]:
+def _scores(head: _Head, sequence: _Sequence) -> tuple[tg.Tokens, tg.Tokens]:
     """A (T, T) and B (S, S) of Cov[s_ac, s_bf] = A_ab B_cf, without what all keys of a row share.
 
     Softmax sees differences of keys alone, so B becomes minus half the variance of each difference. Both
     sides are averaged over tokens: A by an average pair of keys, B by an average query.
     """
-    q, k, (_, width) = head.query, head.key, head.query.mean.shape
-    at, by = tokens.query_weights, tokens.key_weights
+    q, k, width = head.query, head.key, head.query.mean.shape[1]
+    at, by = sequence.query_weights, sequence.key_weights
     count, counted = jnp.sum(at), jnp.sum(by)
-    of_query = at @ diagonal_of(tokens.x)
-    of_key = by @ diagonal_of(tokens.source) - safe_divide(by @ tokens.averaged @ by, counted)
-    contrasts = k.by_input * of_key + head.contrasts
+    of_query = at @ tg.diagonal_of(sequence.x)
+    of_key = by @ tg.diagonal_of(sequence.source)
+    of_key = of_key - safe_divide(by @ sequence.factored @ by, counted)
+    noise = k.by_input * of_key + head.differences
     by_query = safe_divide(q.by_input * of_query + q.by_kernel + count * q.by_bias, count)
-    moment = safe_divide((q.mean.T * at[None, :]) @ q.mean, count) + by_query  # E[q q^T]
+    qq = safe_divide((q.mean.T * at[None, :]) @ q.mean, count) + by_query  # E[q q^T]
     centred = safe_sqrt(by)[:, None] * (k.mean - _average(by, k.mean)[None])
-    met_twice = centred.T @ centred
-    size = jnp.sum(contrasts * moment) + jnp.sum(met_twice * by_query)
-    differences = met_twice + contrasts
-    queries = q.under(differences, tokens.x, tokens.query) + jnp.sum(q.by_bias * differences)
-    queries = queries + gram(q.mean, contrasts, count_of(queries))
-    keys = k.under(moment, tokens.source, tokens.key)
-    keys = keys + gram(k.mean, by_query, count_of(keys))
-    keys = contrasted(seen_only(keys, tokens.seen), tokens.seen)
-    return divided(queries, size * width), seen_only(keys, tokens.seen)
+    kk = centred.T @ centred
+    size = jnp.sum(noise * qq) + jnp.sum(kk * by_query)
+    A = q.gram(kk + noise, sequence.x, sequence.of_query)
+    A = A + tg.gram(q.mean, noise, tg.count_of(A))
+    B = k._replace(by_bias=jnp.zeros_like(k.by_bias)).gram(qq, sequence.source, sequence.of_key)
+    B = B + tg.gram(k.mean, by_query, tg.count_of(B))
+    B = tg.contrasts(tg.seen_only(B, sequence.seen), sequence.seen)
+    return tg.divide(A, size * width), tg.seen_only(B, sequence.seen)
 
 
-class _Contrasts(NamedTuple):
-    """Covariance of each row's contrasts, own_a B: a `ScoreCovariance`."""
+class _Rows(NamedTuple):
+    """Covariance A_aa B of the scores of each query a: a `ScoreCovariance`."""
 
-    own: Array  # (T, 1)
-    spread: Array  # the diagonal of B, or zero
+    own: Array  # diag(A), (T, 1)
+    spread: Array  # diag(B), or zero
     keys: Any  # B, (S, S), in the form in which it multiplies
 
     def variance(self) -> Array:
@@ -377,29 +353,28 @@ class _Contrasts(NamedTuple):
         return (self.own / unit) ** 2 * (vectors @ self.keys**2)
 
 
-def _expected_weights(
-    scores: Array, queries: Tokens, contrasts: Tokens, known: Array | Nystroem, mask: Array | None
+def _expected_softmax(
+    S: Array, A: tg.Tokens, keys: tg.Tokens, B: Array | tg.Factored, mask: Array | None
 ) -> Array:
     """E[softmax]; where B is known at landmarks, with two products and none with its squares."""
-    own = diagonal_of(queries)[:, None]
-    if isinstance(contrasts, TokenGram):
-        rows = _Contrasts(own, contrasts.diagonal, known)
-        return quick_expected_softmax(scores, rows, mask)
-    return expected_softmax(scores, _Contrasts(own, jnp.zeros((), own.dtype), contrasts), mask)
+    own = tg.diagonal_of(A)[:, None]
+    if isinstance(keys, tg.TokenGram):
+        return quick_expected_softmax(S, _Rows(own, keys.diagonal, B), mask)
+    return expected_softmax(S, _Rows(own, jnp.zeros((), own.dtype), keys), mask)
 
 
-def _shared(head: _Head, tokens: _Tokens, weights: Array, gain: Array) -> Array:
+def _shared(head: _Head, sequence: _Sequence, W: Array, gain: Array) -> Array:
     """sum_c Cov[W_ac, v_cd], (T, K): weights and values share the random input.
 
     By Stein's lemma Cov[W_ac, v_cd] = sum_f E[dW_ac/dS_af] Cov[S_af, v_cd], with Cov[S_af, v_cd] =
     (P_fc (q_a C_kv)_d + P_ac (k_f C_qv)_d) / sqrt(K); `gain` holds that root.
     """
-    q, k = head.query, head.key
-    free = spread_within(weights, diagonal_of(tokens.source), tokens.averaged)
+    q, k, P = head.query, head.key, sequence.own
+    free = tg.variance_within(W, tg.diagonal_of(sequence.source), sequence.factored)
     by_key = free * (q.mean @ (k.kernel.T @ head.drawn))
-    if tokens.own is None:  # queries do not share x
+    if P is None:  # queries do not share x
         return gain[:, None] * by_key
-    linked = weights * tokens.own
-    total = jnp.sum(linked, axis=1, keepdims=True)
-    by_query = (linked @ k.mean - total * (weights @ k.mean)) @ (q.kernel.T @ head.drawn)
+    WP = W * P
+    total = jnp.sum(WP, axis=1, keepdims=True)
+    by_query = (WP @ k.mean - total * (W @ k.mean)) @ (q.kernel.T @ head.drawn)
     return gain[:, None] * (by_key + by_query)

@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance.numerics import gram as feature_gram
+from moment_jax.covariance import numerics
+from moment_jax.covariance import token_gram as tg
 from moment_jax.covariance.numerics import (
     nonnegative,
     safe_divide,
@@ -12,8 +13,13 @@ from moment_jax.covariance.numerics import (
     vector_variance,
     weighted_sum,
 )
-from moment_jax.covariance.separable import Separable, agreeing, average_gain, kernel_noise, spread
-from moment_jax.covariance.token_gram import count_of, diagonal_of, gram, with_diagonal
+from moment_jax.covariance.separable import (
+    Separable,
+    agreeing,
+    average_gain,
+    kernel_noise,
+    outer_by_share,
+)
 from moment_jax.layers.params import FeedForwardParams, bias_cov, with_bias
 from moment_jax.layers.rules import Carry, Moments
 from moment_jax.xla import diagonal_matrix
@@ -34,23 +40,25 @@ def feed_forward(
 
     # Hidden units: token Gram matrix (T, T); variances of the sum, by x and by noise, (F,). Those by x
     # are read off the diagonal of C, which saves a (D, D, F) product.
-    before = diagonal_of(cov.features)
+    before = tg.diagonal_of(cov.features)
     own = before @ first**2
     noise = kernel_noise(hidden.kernel, cov.features, weighted_sum(pool, mean)[None])
     noise = summed_covs(noise, jnp.sum(pool) ** 2 * hidden_bias)
     metric = hidden.kernel.input_metric()
     size = jnp.sum(own) + jnp.sum(cov.features * vector_cov(metric))
     tokens = cov.tokens * safe_divide(size, jnp.sum(before))
-    tokens = tokens + gram(mean, metric, count_of(tokens)) + jnp.sum(vector_variance(hidden_bias))
-    variances = spread(diagonal_of(tokens), own + vector_variance(noise))
+    tokens = (
+        tokens + tg.gram(mean, metric, tg.count_of(tokens)) + jnp.sum(vector_variance(hidden_bias))
+    )
+    variances = outer_by_share(tg.diagonal_of(tokens), own + vector_variance(noise))
 
     # The activation: exact for single entries, by its gain between them.
     moments = activation(hidden.mean_output(mean), variances)
     rest = nonnegative(moments.variance - moments.gain**2 * variances)
     shares = safe_divide(own + vector_variance(noise), jnp.sum(own + vector_variance(noise)))
     gain = average_gain(pool, tokens, moments.gain)
-    tokens = tokens * gram(moments.gain, shares, count_of(tokens))
-    tokens = with_diagonal(tokens, jnp.sum(rest, axis=1))
+    tokens = tokens * tg.gram(moments.gain, shares, tg.count_of(tokens))
+    tokens = tg.add_diagonal(tokens, jnp.sum(rest, axis=1))
     remaining = weighted_sum(pool**2, rest)
     active = gain**2 * own
     if noise.ndim == 1:  # its covariances in the output are left out: they move nothing
@@ -58,20 +66,20 @@ def feed_forward(
         by_noise = noise @ second**2
     else:
         noise = gain[:, None] * noise * gain[None, :] + diagonal_matrix(remaining)
-        by_noise = feature_gram(second.T, noise)
+        by_noise = numerics.gram(second.T, noise)
     active = active + vector_variance(noise)
 
     # The output.
     jacobian = (first * gain[None, :]) @ second
-    features = feature_gram(jacobian.T, cov.features)
-    variance = diagonal_of(features) + vector_variance(by_noise)
+    features = numerics.gram(jacobian.T, cov.features)
+    variance = tg.diagonal_of(features) + vector_variance(by_noise)
     pooled = weighted_sum(pool, moments.mean)[None]
     metric = output.kernel.input_metric()
     size = jnp.sum(variance) + active @ vector_variance(metric)
     tokens = tokens * safe_divide(size, jnp.sum(active))
-    tokens = tokens + gram(moments.mean, metric, count_of(tokens))
+    tokens = tokens + tg.gram(moments.mean, metric, tg.count_of(tokens))
     by_kernel = kernel_noise(output.kernel, active, pooled)
-    variances = spread(diagonal_of(tokens), variance + vector_variance(by_kernel))
+    variances = outer_by_share(tg.diagonal_of(tokens), variance + vector_variance(by_kernel))
     features = summed_covs(features, summed_covs(by_noise, by_kernel))
     features = agreeing(features, tokens, pool)
     cov = with_bias(Separable.unchecked(variances, tokens, features, pool), output.bias)

@@ -4,18 +4,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from moment_jax.covariance import token_gram as tg
+from moment_jax.covariance.cross import SeparableCross
 from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt
-from moment_jax.covariance.separable import Separable, SeparableCross, agreeing
-from moment_jax.covariance.token_gram import (
-    count_of,
-    diagonal_of,
-    nystroem,
-    product,
-    right_scaled,
-    row_sums,
-    total,
-)
+from moment_jax.covariance.separable import Separable, agreeing
 from moment_jax.layers.rules import Carry
+from moment_jax.xla import diagonal_of
 
 
 def norm(
@@ -23,67 +17,62 @@ def norm(
 ) -> tuple[Array, Separable, Carry]:
     """The rule of `layer_norm` and `rms_norm`: see there.
 
-    Every token's feature covariance is read as its energy G_tt / tr C times C, and its Jacobian as J_t
-    = (P - n_t n_t^T / D) / sqrt(q_t), n the normalised mean and P the centring. Variances are those of
-    J_t C J_t^T, C is in proportion to sum_ts p_t p_s G_ts J_t C J_s^T without the part of fourth order,
-    and G keeps its correlations.
+    Every token's feature covariance is read as e_t C, e_t = G_tt / tr C, and its Jacobian as J_t = (P -
+    n_t n_t^T / D) / sqrt(q_t), with q_t the expected sample variance, n = P x / sqrt(q) the normalised
+    mean and P the centring (or I). Variances are those of J_t C J_t^T, C becomes sum_ts p_t p_s G_ts
+    J_t C J_s^T in proportion, without the part of fourth order in n, and G keeps its correlations.
     """
-    d, pool, features = mean.shape[1], cov.pool, cov.features
-    before = diagonal_of(features)
-    unit = safe_divide(jnp.ones((), cov.dtype), jnp.sum(before))
-    energy = unit * diagonal_of(cov.tokens)[:, None]
-    inner, own = features, before
+    d, p, C, G = mean.shape[1], cov.pool, cov.features, cov.tokens
+    c = diagonal_of(C)
+    unit = safe_divide(jnp.ones((), cov.dtype), jnp.sum(c))
+    e = unit * tg.diagonal_of(G)[:, None]
+    PCP, own = C, c  # own: the diagonal of P C P
     if centres:
         mean = mean - jnp.mean(mean, axis=1, keepdims=True)
-        average = jnp.mean(features, axis=1)
+        average = jnp.mean(C, axis=1)
         lost = average - 0.5 * jnp.mean(average)
-        inner, own = features - lost[:, None] - lost[None, :], before - 2 * lost
+        PCP, own = C - lost[:, None] - lost[None, :], c - 2 * lost
     size = jnp.sum(own)
-    spread = jnp.mean(mean**2, axis=1, keepdims=True) + epsilon
+    q = jnp.mean(mean**2, axis=1, keepdims=True) + epsilon
     if order == 2:
-        spread = spread + energy * size / d
-    inverse = jax.lax.rsqrt(spread)
-    normal = mean * inverse
-    linked = normal @ features
-    mapped = linked - jnp.mean(linked, axis=1, keepdims=True) if centres else linked
-    lost = jnp.sum(normal * mapped, axis=1, keepdims=True) / d
-    out = normal
+        q = q + e * size / d
+    r = jax.lax.rsqrt(q)
+    n = mean * r
+    nCP = n @ C
+    if centres:
+        nCP = nCP - jnp.mean(nCP, axis=1, keepdims=True)
+    nCn = jnp.sum(n * nCP, axis=1, keepdims=True) / d
+    out = n
     if order == 2:
-        # E[c / sqrt(Q)] for Q = |c|^2 / D + epsilon, to second order about q = E[Q].
-        small = inverse**2 / d
-        relative = 0.75 * small * energy * (energy * jnp.sum(inner**2) * small + 2 * lost)
-        out = normal * (1 + relative) - energy * mapped * small
-    # Lost variance is a factor, which keeps the result positive; gained variance is added.
-    after = own[None] + normal * (normal * lost - 2 * mapped) / d
-    gained = nonnegative(after - before[None])
-    kept = nonnegative(after - gained) * safe_divide(
-        cov.variances, jnp.broadcast_to(before, mean.shape)
-    )
-    variances = inverse**2 * (kept + energy * gained)
+        # E[P x / sqrt(Q)] for Q = |P x|^2 / D + epsilon, to second order about q = E[Q].
+        small = r**2 / d
+        out = n * (1 + 0.75 * small * e * (e * jnp.sum(PCP**2) * small + 2 * nCn)) - e * nCP * small
 
-    left = unit * (size - lost)  # of a token's energy
-    root = inverse * safe_sqrt(left)
-    tokens = root * cov.tokens * root.T
-    weights = pool[:, None] * inverse
-    pairs = weights * cov.tokens * weights.T
-    twice = nystroem(pairs * product(normal, mapped, count_of(pairs))) @ normal
-    bend = row_sums(pairs) * mapped / d - twice / (2 * d**2)
-    bent = normal.T @ bend
-    summed = total(pairs) * inner - bent - bent.T
-
+    # Variances. What is lost is a factor, which keeps the result positive; what is gained is added.
+    after = own[None] + n * (n * nCn - 2 * nCP) / d
+    gained = nonnegative(after - c[None])
+    kept = nonnegative(after - gained)
+    kept = kept * safe_divide(cov.variances, jnp.broadcast_to(c, mean.shape))
+    variances = r**2 * (kept + e * gained)
+    left = unit * (size - nCn)  # of a token's energy
+    root = r * safe_sqrt(left)
+    tokens = root * G * root.T
     variances = variances * safe_divide(
-        diagonal_of(tokens)[:, None], jnp.sum(variances, axis=1, keepdims=True)
+        tg.diagonal_of(tokens)[:, None], jnp.sum(variances, axis=1, keepdims=True)
     )
-    features = agreeing(summed, tokens, pool)
+
+    weights = p[:, None] * r
+    pGp = weights * G * weights.T  # pairs of tokens in the pooled sum
+    twice = tg.factored(pGp * tg.product(n, nCP, tg.count_of(pGp))) @ n
+    bent = n.T @ (tg.row_sums(pGp) * nCP / d - twice / (2 * d**2))
+    features = agreeing(tg.total(pGp) * PCP - bent - bent.T, tokens, p)
 
     def carry(cross: SeparableCross) -> SeparableCross:
-        before = cross.features
-        shares = cross.shares()[:, None] * inverse
-        centred = before - jnp.mean(before, axis=1, keepdims=True) if centres else before
-        along = (shares * (normal @ before.T)).T @ normal / d
-        after = jnp.sum(shares) * centred - along
-        kept = inverse * left
-        after = safe_divide(after, jnp.sum(shares * left))
-        return SeparableCross(right_scaled(cross.tokens, kept), after, cross.pools)
+        F = cross.features
+        shares = cross.shares()[:, None] * r
+        FP = F - jnp.mean(F, axis=1, keepdims=True) if centres else F
+        along = (shares * (n @ F.T)).T @ n / d
+        after = safe_divide(jnp.sum(shares) * FP - along, jnp.sum(shares * left))
+        return SeparableCross(tg.right_scale(cross.tokens, r * left), after, cross.pools)
 
-    return out, Separable.unchecked(variances, tokens, features, pool), carry
+    return out, Separable.unchecked(variances, tokens, features, p), carry

@@ -1,4 +1,7 @@
-"""Random arrays: moments of a (T, D) sequence, and the place of each array entry in it."""
+"""Random arrays: moments of a (T, D) sequence, and the place of each array entry in it.
+
+And primitives, evaluated on certain arrays and on the places of random entries.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,25 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance import Covariance, Diagonal
+from moment_jax.covariance import Diagonal
 from moment_jax.covariance.cross import Cross
 
 Axes = tuple[int, ...]
+Places = np.ndarray
+"""Integers of any shape: where each entry lies in another array, flattened; -1 for a certain zero."""
 
 
 class View:
     """An array of any shape whose entries lie at flat places of something else."""
 
-    places: np.ndarray
+    places: Places
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,11 +66,11 @@ class Base:
     node: Any = None  # of the graph, whose moments these are first
     index: int = dataclasses.field(default_factory=lambda: next(_count))
 
-    def at(self, order: np.ndarray, tokens: Axes = (), features: Axes = ()) -> Sequence:
-        """The sequence of its entries at these places, (T, D); -1 stands for zero."""
+    def at(self, order: Places, tokens: Axes = (), features: Axes = ()) -> Sequence:
+        """The sequence of its entries at these places, (T, D)."""
         found = self.mean, self.cov
-        if not np.array_equal(order, np.arange(self.mean.size).reshape(self.mean.shape)):
-            found = taken(self.mean, order), gather(self.cov, order)
+        if not in_order(order, self.mean.shape):
+            found = take(self.mean, order), take_cov(self.cov, order)
         return Sequence(*found, tokens, features, self, order)
 
 
@@ -78,7 +83,7 @@ class Moments(View):
     """
 
     base: Base
-    places: np.ndarray  # of each entry of the array in the flat (T, D); -1 where it is zero
+    places: Places  # of each entry of the array in the sequence
     known: dict[Any, Sequence] = dataclasses.field(default_factory=dict, init=False)
 
     @property
@@ -93,22 +98,22 @@ class Moments(View):
 
     def array(self) -> Array:
         """Mean of the array."""
-        return taken(self.mean, self.places)
+        return take(self.mean, self.places)
 
     def axes(self) -> tuple[Axes, Axes]:
         """The array's token axes and feature axes; an axis along which both change is a feature axis."""
-        tokens, features = np.divmod(self.places, self.mean.shape[1])
-        axes = range(self.ndim)
-        by_feature = tuple(i for i in axes if _changes(features, i))
-        return tuple(i for i in axes if i not in by_feature and _changes(tokens, i)), by_feature
+        by_token, by_feature = (
+            [i for i in range(self.ndim) if (x.take(range(min(1, x.shape[i])), i) != x).any()]
+            for x in np.divmod(self.places, self.mean.shape[1])
+        )
+        return tuple(i for i in by_token if i not in by_feature), tuple(by_feature)
 
     def natural(self) -> tuple[Axes, Axes]:
         """Token axes and feature axes, which together hold every axis longer than one."""
         tokens, features = self.axes()
         long = [i for i, n in enumerate(self.shape) if n > 1]
         features = features or tuple(i for i in long if i not in tokens)
-        others = (i for i in long if i not in (*tokens, *features))
-        return tuple(sorted((*tokens, *others))), features
+        return tuple(sorted({*tokens, *long} - {*features})), features
 
     def sequence(self, tokens: Axes | None = None, features: Axes = ()) -> Sequence:
         """The array as a sequence with these axes, in order; by default the natural ones."""
@@ -129,22 +134,22 @@ class Sequence:
     tokens: Axes
     features: Axes
     base: Base
-    order: np.ndarray  # places of its entries in the base, (T, D); -1 where they are zero
+    order: Places  # of its entries in the base, (T, D)
 
     @property
     def axes(self) -> tuple[Axes, Axes]:
         """The token axes and the feature axes."""
         return self.tokens, self.features
 
-    def changed(self, mean: Array, cov: Covariance, shape: Any, carry: Carry | None) -> Moments:
+    def changed(self, mean: Array, cov: Any, shape: Any, carry: Carry | None) -> Moments:
         """An array of this shape, with the same axes, made of this one alone."""
         parents = None if carry is None else ((self, carry),)
-        return fresh(mean, cov, shape, self.tokens, self.features, parents)
+        return Moments(Base(mean, cov, parents), ordered(shape, *self.axes))
 
     def arranged(self, cross: Any) -> Any:
         """Cov[u, this sequence], given Cov[u, base]; None where the structure cannot hold it."""
         shape = self.base.mean.shape
-        if np.array_equal(self.order, np.arange(math.prod(shape)).reshape(shape)):
+        if in_order(self.order, shape):
             return cross
         rows, columns = table(self.order, shape[1])
         if rows is not None:
@@ -152,25 +157,26 @@ class Sequence:
         return cross.entries(self.order) if isinstance(cross, Cross) else None
 
 
-def made(mean: Array, cov: Any, places: np.ndarray, *parents: tuple[Sequence, Carry]) -> Moments:
+def made(mean: Array, cov: Any, places: Places, *parents: tuple[Sequence, Carry]) -> Moments:
     """A random array whose entries lie at these places of a new sequence, made of these."""
     return Moments(Base(mean, cov, parents), places)
 
 
-def fresh(
-    mean: Array, cov: Covariance, shape: tuple[int, ...], tokens: Axes, features: Axes,
-    parents: tuple[tuple[Sequence, Carry], ...] | None = None,
-) -> Moments:  # fmt: skip
-    """A random array of this shape from its moments as a sequence, made of its parents."""
-    return Moments(Base(mean, cov, parents), ordered(shape, tokens, features))
-
-
-def ordered(shape: tuple[int, ...], tokens: Axes, features: Axes) -> np.ndarray:
+def ordered(shape: tuple[int, ...], tokens: Axes, features: Axes) -> Places:
     """Places of an array's entries in a sequence with these axes."""
     rest = tuple(i for i in range(len(shape)) if i not in (*tokens, *features))
     order = (*rest, *tokens, *features)
-    places = np.arange(math.prod(shape)).reshape([shape[i] for i in order])
-    return places.transpose(np.argsort(order))
+    return numbered([shape[i] for i in order]).transpose(np.argsort(order))
+
+
+def numbered(shape: Any) -> Places:
+    """The places of an array's own entries."""
+    return np.arange(math.prod(shape)).reshape(shape)
+
+
+def in_order(places: Places, shape: Any) -> bool:
+    """Whether these are the places of an array's own entries."""
+    return places.shape == tuple(shape) and np.array_equal(places, numbered(shape))
 
 
 def by_last_axis(ndim: int) -> tuple[Axes, Axes]:
@@ -190,8 +196,8 @@ def as_rows(array: Any, *groups: Axes) -> Any:
     return array.transpose(*rest, *named).reshape(size)
 
 
-def taken(array: Any, places: np.ndarray) -> Any:
-    """Entries at these flat places; zero at place -1."""
+def take(array: Any, places: Places) -> Any:
+    """Entries at these places."""
     if np.array_equal(places.ravel(), np.arange(array.size)):
         return array.reshape(places.shape)
     values = array.reshape(-1)[np.maximum(places, 0)]
@@ -199,12 +205,8 @@ def taken(array: Any, places: np.ndarray) -> Any:
     return xp.where(places < 0, 0, values) if (places < 0).any() else values
 
 
-def _changes(values: np.ndarray, axis: int) -> bool:
-    return bool((values.take(range(min(1, values.shape[axis])), axis) != values).any())
-
-
-def entries(cov: Any, places: np.ndarray) -> Array:
-    """Dense covariance of the entries at these flat places, of shape (*places, *places)."""
+def dense_cov(cov: Any, places: Places) -> Array:
+    """Dense covariance of the entries at these places, of shape (*places, *places)."""
     size = math.prod(cov.shape)
     flat = places.ravel()
     dense = cov.to_dense().reshape(size, size)
@@ -215,7 +217,7 @@ def entries(cov: Any, places: np.ndarray) -> Array:
     return dense.reshape(*places.shape, *places.shape)
 
 
-def table(places: np.ndarray, width: int) -> tuple[Any, Any]:
+def table(places: Places, width: int) -> tuple[Any, Any]:
     """The rows and columns of (T, width) of which places (U, O) are a table; None if they are none."""
     rows = np.where(places < 0, -1, places // width).max(axis=1)
     columns = np.where(places < 0, -1, places % width).max(axis=0)
@@ -224,16 +226,110 @@ def table(places: np.ndarray, width: int) -> tuple[Any, Any]:
     return (rows, columns) if np.array_equal(places, whole) else (None, None)
 
 
-def gather(cov: Any, places: np.ndarray) -> Any:
-    """Covariance of the sequence made of these entries of another; -1 stands for zero."""
+def take_cov(cov: Any, places: Places) -> Any:
+    """Covariance of the sequence made of the entries at these places of another."""
     num_tokens, num_features = cov.shape
     rows, columns = table(places, num_features)
     if rows is None:
         if isinstance(cov, Diagonal):
-            return Diagonal(taken(cov.variances, places))
-        return type(cov).project(entries(cov, places))
+            return Diagonal(take(cov.variances, places))
+        return type(cov).project(dense_cov(cov, places))
     if not np.array_equal(rows, np.arange(num_tokens)):
         cov = cov.map_tokens(jax.nn.one_hot(rows, num_tokens, dtype=cov.dtype))
     if not np.array_equal(columns, np.arange(num_features)):
         cov = cov.map_features(jax.nn.one_hot(columns, num_features, dtype=cov.dtype).T)
     return cov
+
+
+# fmt: off
+UNMOVED = {
+    "convert_element_type", "copy", "copy_p", "optimization_barrier", "reduce_precision",
+    "sharding_constraint", "stop_gradient",
+}
+VIEWS = UNMOVED | {
+    "broadcast_in_dim", "dynamic_slice", "expand_dims", "gather", "reshape", "rev", "slice",
+    "split", "squeeze", "tile", "transpose",
+}
+# fmt: on
+
+
+def evaluate(primitive: Any, operands: list[Any], params: dict[str, Any]) -> list[Any]:
+    """Results of a primitive; computed immediately, even while tracing, if all operands are known."""
+    bound = primitive.get_bind_params(params)
+    if all(map(is_known, operands)):
+        with jax.ensure_compile_time_eval():
+            results = primitive.bind(*operands, **bound)
+    else:
+        results = primitive.bind(*operands, **bound)
+    return list(results) if primitive.multiple_results else [results]
+
+
+def is_known(value: Any) -> bool:
+    """Whether a value is a concrete array or number: no tracer, weight or node."""
+    concrete = isinstance(value, jax.Array | np.ndarray | np.generic | int | float | complex)
+    return concrete and not isinstance(value, jax.core.Tracer)
+
+
+def is_view(operation: Any) -> bool:
+    """Whether an equation or `Node` only rearranges its first operand."""
+    if operation.primitive.name == "convert_element_type":
+        return jnp.issubdtype(operation.params["new_dtype"], jnp.floating)
+    return operation.primitive.name in VIEWS
+
+
+def moved(operation: Any, places: Places, rest: Any) -> list[Places] | None:
+    """Places of an array's entries in each result of an equation or `Node` that is a view of it.
+
+    None if it is none, or if the other operands `rest`, such as indices, are not known.
+    """
+    if not is_view(operation) or not all(map(is_known, rest)):
+        return None
+    primitive, params = operation.primitive, operation.params
+    if primitive.name in UNMOVED:
+        return [places]
+    if primitive.name == "gather" and "fill_value" in params:
+        params = {**params, "fill_value": -1}
+    results = evaluate(primitive, [places.astype(np.int32), *rest], params)
+    return [np.asarray(r) for r in results]
+
+
+def uniform(array: Any) -> Any:
+    """The number that fills a known array, or None."""
+    if not is_known(array):
+        return None
+    flat = np.asarray(array).reshape(-1)
+    same = (flat == flat[:1]) | ((flat != flat) & (flat[:1] != flat[:1]))  # all NaN too
+    return flat[0] if flat.size and same.all() else None
+
+
+class Factor(NamedTuple):
+    """The axes of one factor of a product (`dot_general`)."""
+
+    batch: Axes
+    free: Axes
+    contracted: Axes
+
+
+def factors(node: Any) -> tuple[Factor, Factor]:
+    """The axes of a product's two factors; the result has the batch axes, then the free ones."""
+    contracted, batch = node.params["dimension_numbers"]
+    left, right = (
+        Factor(tuple(b), tuple(i for i in range(np.ndim(x)) if i not in (*c, *b)), tuple(c))
+        for x, c, b in zip(node.operands, contracted, batch, strict=True)
+    )
+    return left, right
+
+
+def in_product(node: Any, side: int, entries: np.ndarray) -> np.ndarray:
+    """An array of the product's entries, which has the free axes of `side` before those of the other.
+
+    The entries come in any shape whose C order is that of batch, own free and other free axes.
+    """
+    own, other = factors(node)[side], factors(node)[1 - side]
+    shape = [np.shape(node.operands[side])[i] for i in (*own.batch, *own.free)]
+    shape += [np.shape(node.operands[1 - side])[i] for i in other.free]
+    entries = entries.reshape(shape)
+    if side == 1:
+        start, count = len(own.batch), len(own.free)
+        entries = np.moveaxis(entries, range(start, start + count), range(-count, 0))
+    return entries

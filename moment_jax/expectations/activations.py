@@ -1,21 +1,70 @@
-"""Exact moments of piecewise linear functions of a Gaussian: relu, maximum, clip, leaky, steps."""
+"""Exact moments of activations of a Gaussian: ReLU, GELU, piecewise linear functions, steps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.scipy.special import erfc
+from jax.scipy.special import erf, erfc
 from jax.scipy.stats import norm
 
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt
-from moment_jax.expectations.moments import ElementwiseMoments, Pair, evaluated
+from moment_jax.xla import materialized
+
+Pair = tuple[Array, Array]
 
 # Standardised means are clipped here: the density is zero in float64 too, and t^2 cannot overflow.
 _FAR = 40.0
+
+
+class ElementwiseMoments(NamedTuple):
+    """Moments of f(x) for x ~ N(m, v), elementwise: four arrays of the shape of m.
+
+    `gain` and `second` are the first two coefficients of f in the Hermite basis of x. For jointly
+    Gaussian x and y, Cov[f(x), f(y)] = gain_x gain_y Cov[x, y] + second_x second_y corr[x, y]^2 + terms
+    of third and higher order in the correlation. Hence (Parseval) gain^2 v + second^2 <= variance.
+
+    Attributes:
+      mean: E[f(x)].
+      variance: Var[f(x)], never negative.
+      gain: E[f'(x)], which is Cov[f(x), x] / v (Stein) and d mean / d m.
+      second: v E[f''(x)] / sqrt(2), which is sqrt(2) v d mean / d v (Price).
+    """
+
+    mean: Array
+    variance: Array
+    gain: Array
+    second: Array
+
+
+Formula = Callable[[Array, Array], ElementwiseMoments]  # of mean and variance
+
+
+def evaluated(name: str, function: Formula, mean: Array, variance: Array) -> ElementwiseMoments:
+    """Call `function` with checked arguments in their common dtype; half precision goes through float32.
+
+    `name` is the public function, for error messages.
+    """
+    mean, variance = jnp.asarray(mean), jnp.asarray(variance)
+    if mean.shape != variance.shape:
+        raise ValueError(
+            f"`{name}(mean, variance)` needs variance.shape == mean.shape. "
+            f"Got {variance.shape} and {mean.shape}. For one variance use jnp.full_like(mean, v)."
+        )
+    dtype = jnp.result_type(mean, variance)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"`{name}(mean, variance)` needs real floating-point arrays. Got {mean.dtype} and "
+            f"{variance.dtype}. Use mean.astype(float)."
+        )
+    mean, variance = materialized(mean.astype(dtype)), materialized(variance.astype(dtype))
+    if jnp.finfo(dtype).bits >= 32:
+        return materialized(function(mean, variance))
+    moments = function(mean.astype(jnp.float32), variance.astype(jnp.float32))
+    return ElementwiseMoments(*(moment.astype(dtype) for moment in moments))
 
 
 def rectified(mean: Array, variance: Array) -> ElementwiseMoments:
@@ -208,3 +257,76 @@ def with_jumps(
     least = gain**2 * variance + second**2
     found = ElementwiseMoments(out, jnp.maximum(total, least), gain, second)
     return ElementwiseMoments(*(x.astype(dtype) for x in found))
+
+
+def gelu(mean: Array, variance: Array) -> ElementwiseMoments:
+    """Moments of the exact GELU, f(x) = x Phi(x), for x ~ N(mean, variance), elementwise.
+
+    With r = 1 / sqrt(1 + v), t = m r and e_j = E[phi^(j)(x)], E[f] = m Phi(t) + v e_0, E[f'] = Phi(t) -
+    e_1 and E[f^(k)] = e_(k-2) - e_k. The variance is the first three terms of Parseval's sum,
+    sum_k v^k E[f^(k)]^2 / k!, which never exceeds it.
+
+    Error budget: the sd is never too large, and too small by at most 1e-4, 0.004, 0.012 and 0.021 sd of
+    x for v up to 0.1, 0.5, 1 and any. So far below zero (m < -2), where next to nothing of x passes,
+    much of a small sd can be missing. Structures lose 2 to 6 %. All else is exact, and everything is
+    smooth, at v = 0 too.
+
+    Args:
+      mean: means m, any shape.
+      variance: variances v >= 0, same shape. Negative values (rounding) count as 0.
+
+    Returns:
+      Mean, variance, gain and second, each of the shape of mean.
+
+    Raises:
+      ValueError: if the shapes differ.
+      TypeError: if the arrays are not real floating-point ones.
+
+    Source: Transformer derivation, section 4.6, with another activation.
+    """
+    return evaluated("gelu", _gelu, mean, variance)
+
+
+@jax.custom_jvp
+def _gelu(mean: Array, variance: Array) -> ElementwiseMoments:
+    v = _positive(variance, variance)
+    f = _gelu_derivatives(mean, v, 3)
+    spread = v * (f[1] ** 2 + 0.5 * v * (f[2] ** 2 + v / 3 * f[3] ** 2))
+    return ElementwiseMoments(f[0], spread, f[1], 0.5**0.5 * v * f[2])
+
+
+@_gelu.defjvp
+def _gelu_jvp(
+    primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[ElementwiseMoments, ElementwiseMoments]:
+    """By Price's theorem dE[f^(k)] is E[f^(k+1)] dm + E[f^(k+2)] dv / 2: a gradient stores little."""
+    mean, variance = primals
+    change, v = tangents[0], _positive(variance, variance)
+    half = 0.5 * _positive(variance, tangents[1])
+    _, f1, f2, f3, f4, f5 = _gelu_derivatives(mean, v, 5)
+    by_mean = 2 * v * (f1 * f2 + 0.5 * v * (f2 * f3 + v / 3 * f3 * f4))
+    by_half = 2 * (f1**2 + v * (f1 * f3 + f2**2 + 0.5 * v * (f2 * f4 + f3**2 + v / 3 * f3 * f5)))
+    by_mean, by_half = materialized((by_mean, by_half))
+    return _gelu(mean, variance), ElementwiseMoments(
+        f1 * change + f2 * half,
+        by_mean * change + by_half * half,
+        f2 * change + f3 * half,
+        0.5**0.5 * (v * f3 * change + (2 * f2 + v * f4) * half),
+    )
+
+
+def _positive(variance: Array, array: Array) -> Array:
+    """The array, and 0 below a variance of 0; at 0 the full derivative, unlike a maximum."""
+    return jnp.where(variance < 0, 0, array)
+
+
+def _gelu_derivatives(mean: Array, v: Array, count: int) -> list[Array]:
+    """E[f] and the expectations of its first `count` derivatives."""
+    r = jax.lax.rsqrt(1 + v)
+    t = mean * r
+    tail = 0.5 + 0.5 * erf(0.5**0.5 * t)
+    e = [(0.5 / np.pi) ** 0.5 * r * jnp.exp(-0.5 * t * t)]
+    e.append(-r * t * e[0])
+    for k in range(1, count):
+        e.append(-r * (t * e[k] + k * r * e[k - 1]))
+    return [mean * tail + v * e[0], tail - e[1], *(e[k - 2] - e[k] for k in range(2, count + 1))]

@@ -1,37 +1,28 @@
-"""Which tokens a sum over tokens may include, so that masked tokens never influence others."""
+"""Weights p of the pooled sum sum_t p_t x_t of `Separable`, so that masked tokens touch no others."""
 
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance import Separable
-from moment_jax.covariance.token_gram import diagonal_of
-from moment_jax.layers.params import S
 
-
-def pool_seen(cov: S, mask: Array | None, *, memory: bool = False) -> S:
-    """Pool a `Separable` over the tokens that no query is denied; other structures are unchanged.
+def pool_seen(mask: Array, random: Array, *, memory: bool = False) -> Array:
+    """The tokens that no query is denied, (S,) boolean.
 
     With padding those are the existing tokens. With a causal mask it is the first token, so no later
     token influences an earlier one. If the first token is certain and others are not, its covariance
     says nothing about theirs, and all tokens that some query sees are pooled.
 
     Args:
-      cov: covariance of the keys' tokens, (S, D).
-      mask: (T, S), (1, S) or (H, T, S) boolean, True where a query may look; None keeps the pool.
+      mask: (T, S), (1, S) or (H, T, S) boolean, True where a query may look.
+      random: the tokens that are not certain, (S,) boolean.
       memory: whether the keys come from another sequence; if so, pool the tokens that any query sees.
     """
-    if mask is None or not isinstance(cov, Separable):
-        return cov
-    if not hasattr(mask, "shape") or mask.shape[-1] != cov.shape[0]:
-        return cov  # the layer raises an error for it
     seen = jnp.any(mask, axis=tuple(range(mask.ndim - 1)))
     seen = seen | ~jnp.any(seen)  # if everything is masked, weigh all equally
-    if not memory and mask.shape[-2] == cov.shape[0]:
-        shown = seen & _shown(mask, seen)
-        random = diagonal_of(cov.tokens) > 0
-        unknown = jnp.any(random & seen) & ~jnp.any(random & shown)
-        seen = jnp.where(unknown, seen, shown)
-    return cov.pooled(seen)
+    if memory or mask.shape[-2] != mask.shape[-1]:
+        return seen
+    shown = seen & _shown(mask, seen)
+    unknown = jnp.any(random & seen) & ~jnp.any(random & shown)
+    return jnp.where(unknown, seen, shown)
 
 
 def pool_read(read: Array, mask: Array | None) -> Array:

@@ -1,0 +1,215 @@
+"""Factors, roots, inverses and log-determinants of symmetric matrices, singular ones included.
+
+On CPU without LAPACK, but for eigenvalues: jaxlib distributes a batch of LAPACK calls over the threads
+that already run it, and waits, so that as many concurrent batches as there are threads (two programs
+with a `vmap` are enough) hang; and the threads of its OpenBLAS spin beside XLA's, so that eight
+triangular systems of 64 rows took 150 ms instead of 0.4. Nor does LAPACK go on after a pivot that is not
+positive, whose column is skipped here.
+
+A function takes one matrix (n, n); stacks go through `jax.vmap`. NaN stays NaN.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.custom_batching import custom_vmap
+
+from moment_jax.xla import diagonal_of
+
+_PANEL = 16  # columns of a factor at a time, which saves memory traffic where there are many
+_LEAF = 40  # up to this many rows are eliminated one by one; wider matrices are halved
+_MOST_LEAVES = 16  # of any matrix, so that programs do not grow with its width
+
+Pair = tuple[Array, Array]
+dot = functools.partial(jnp.matmul, precision="highest")  # inverses amplify bfloat16's rounding
+
+
+@custom_vmap
+def eigh(matrix: Array) -> Pair:
+    """Eigenvalues, rising, and eigenvectors as columns; on CPU a stack's matrices one after another."""
+    values, vectors = jnp.linalg.eigh(matrix)
+    return values, vectors
+
+
+@eigh.def_vmap
+def _eigh_of_stack(
+    _size: int, _batched: list[bool], stack: Array
+) -> tuple[Pair, tuple[bool, bool]]:
+    one_by_one = functools.partial(jax.lax.map, eigh)
+    pairs = jax.lax.platform_dependent(stack, cpu=one_by_one, default=eigh.fun)
+    return pairs, (True, True)
+
+
+def psd_cholesky(cov: Array, *, bounded: bool = False) -> Array:
+    """Lower-triangular L with L L^T = cov for any positive semidefinite matrix, without jitter.
+
+    Columns whose pivot is zero up to rounding are zero; no row depends on later ones. Derivatives are
+    right where the matrix is positive definite. With `bounded`, no entry exceeds what its row has left
+    of the diagonal: then L L^T of an indefinite matrix is a semidefinite one near it, whose diagonal is
+    the same up to rounding.
+    """
+    own = diagonal_of(cov)
+    least = len(cov) * jnp.finfo(cov.dtype).eps * own
+    root = jnp.zeros((len(cov), 0), cov.dtype)
+    for first in range(0, len(cov), _PANEL):
+        here, below = slice(first, first + _PANEL), slice(first, None)
+        left = cov[below, here] - dot(root[below], root[here].T)
+        rest = own[below] - jnp.sum(root[below] ** 2, axis=1) if bounded else None
+        panel = _panel(left, least[here], rest)
+        root = jnp.concatenate([root, jnp.pad(panel, ((first, 0), (0, 0)))], axis=1)
+    return root
+
+
+def _panel(left: Array, least: Array, rest: Array | None) -> Array:
+    """The next columns of L, from what earlier ones leave of them (m, k) and of the diagonal (m,)."""
+    rows = jnp.arange(len(left))
+
+    def add_column(j: Array, panel: Array) -> Array:
+        column = left[:, j] - dot(panel, panel[j])
+        usable = ~(column[j] <= least[j])  # written so that NaN stays NaN
+        column = column / jnp.sqrt(jnp.where(usable, column[j], 1))
+        if rest is not None:
+            most = jnp.sqrt(jnp.maximum(rest - jnp.sum(panel**2, axis=1), 0))
+            column = jnp.clip(column, -most, most)
+        return panel.at[:, j].set(jnp.where(usable & (rows >= j), column, 0))
+
+    return jax.lax.fori_loop(0, left.shape[1], add_column, jnp.zeros_like(left))
+
+
+def inverse_root(matrix: Array, least: float | None = None) -> Array:
+    """R = L^-1 of a positive definite matrix L L^T, so that the inverse is R^T R.
+
+    NaN for other matrices. With `least`, rows and columns whose pivot is at most that are left out as if
+    the matrix did not have them: zero in R. On accelerators the library's, unless pivots are skipped.
+    """
+    by_halves = functools.partial(_inverse_root, least=least)
+    if least is not None:
+        return by_halves(matrix)
+    return jax.lax.platform_dependent(matrix, cpu=by_halves, default=_inverse_root_by_library)
+
+
+def _inverse_root_by_library(matrix: Array) -> Array:
+    eye = jnp.eye(len(matrix), dtype=matrix.dtype)
+    return jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(matrix), eye, lower=True)
+
+
+def _inverse_root(matrix: Array, least: float | None) -> Array:
+    """By products of halves, [[P, 0], [-S B P, S]] with P, S of the first half and its complement."""
+    leaf = max(_LEAF, len(matrix) // _MOST_LEAVES)
+
+    def root(matrix: Array) -> Array:
+        if len(matrix) <= leaf:
+            return _eliminated(matrix, least)
+        half = len(matrix) // 2
+        first = root(matrix[:half, :half])
+        low = dot(matrix[half:, :half], first.T)
+        second = root(matrix[half:, half:] - dot(low, low.T))
+        upper = jnp.concatenate([first, jnp.zeros_like(matrix[:half, half:])], axis=1)
+        lower = jnp.concatenate([-dot(dot(second, low), first), second], axis=1)
+        return jnp.concatenate([upper, lower])
+
+    return root(matrix)
+
+
+def _eliminated(matrix: Array, least: float | None) -> Array:
+    """The same by Gaussian elimination of (M | I), row by row."""
+    n = len(matrix)
+    rows = jnp.arange(n)[:, None]
+
+    def reciprocal(pivots: Array) -> Array:
+        if least is None:
+            return 1 / pivots
+        usable = ~(pivots <= least)
+        return jnp.where(usable, 1 / jnp.where(usable, pivots, 1), 0)
+
+    def eliminate(j: Array, joined: Array) -> Array:
+        pivots = jax.lax.dynamic_slice_in_dim(joined, j, 1, axis=0)
+        column = jax.lax.dynamic_slice_in_dim(joined, j, 1, axis=1)
+        by = reciprocal(jax.lax.dynamic_slice_in_dim(pivots, j, 1, axis=1))
+        return joined - jnp.where(rows > j, column * by, 0) * pivots
+
+    eye = jnp.eye(n, dtype=matrix.dtype)
+    joined = jax.lax.fori_loop(0, n, eliminate, jnp.concatenate([matrix, eye], axis=1))
+    return joined[:, n:] * jnp.sqrt(reciprocal(diagonal_of(joined[:, :n])))[:, None]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+@functools.partial(jax.jit, static_argnums=1)  # so that a program holds it once
+def ridge_inverse(matrix: Array, ridge: float) -> Array:
+    """(M + ridge I)^-1 of a symmetric M, in float32 at least within.
+
+    Rows and columns of which elimination leaves less than half the ridge, as in an indefinite M, are
+    left out: zero in the inverse.
+    """
+    wide = matrix.astype(jnp.promote_types(matrix.dtype, jnp.float32))
+    root = inverse_root(wide + ridge * jnp.eye(len(matrix), dtype=wide.dtype), 0.5 * ridge)
+    return dot(root.T, root).astype(matrix.dtype)
+
+
+@ridge_inverse.defjvp
+def _ridge_inverse_jvp(ridge: float, primals: tuple[Array], tangents: tuple[Array]) -> Pair:
+    inverse = ridge_inverse(primals[0], ridge)
+    return inverse, -(inverse @ tangents[0] @ inverse)
+
+
+@jax.custom_jvp
+def psd_sqrt(cov: Array) -> Array:
+    """The symmetric square root R of a positive semidefinite matrix: R R = cov.
+
+    Eigenvalues below zero by rounding count as zero. The derivative, of any order, solves
+    R dR + dR R = dcov, which unlike the derivative of `eigh` is right for repeated eigenvalues too.
+    Between directions without variance, where it is infinite, it is set to zero.
+    """
+    values, vectors = eigh(cov)
+    return (vectors * jnp.sqrt(jnp.maximum(values, 0))[None, :]) @ vectors.T
+
+
+@psd_sqrt.defjvp
+def _psd_sqrt_jvp(primals: tuple[Array], tangents: tuple[Array]) -> Pair:
+    root = psd_sqrt(primals[0])
+    return root, _lyapunov(root, 0.5 * (tangents[0] + tangents[0].T))
+
+
+def _lyapunov(root: Array, right: Array) -> Array:
+    """X with root X + X root = right, for a symmetric PSD root.
+
+    A `custom_linear_solve`, so that JAX differentiates the equation and not `eigh`.
+    """
+
+    def solve(_: object, right: Array) -> Array:
+        values, vectors = eigh(root)
+        total = values[:, None] + values[None, :]
+        # `eigh` returns a zero eigenvalue of root^2 as a few eps times the largest, for any n.
+        # Between two of those there is only noise to divide.
+        usable = total > 2 * (10 * jnp.finfo(values.dtype).eps) ** 0.5 * jnp.max(values)
+        coefficients = vectors.T @ right @ vectors
+        solution = jnp.where(usable, coefficients / jnp.where(usable, total, 1), 0)
+        return vectors @ solution @ vectors.T
+
+    return jax.lax.custom_linear_solve(lambda x: root @ x + x @ root, right, solve, symmetric=True)
+
+
+@jax.custom_jvp
+def psd_logdet(cov: Array) -> Array:
+    """Log-determinant of a positive semidefinite matrix: a scalar, -inf where it is singular.
+
+    There its derivative, infinite too, is set to zero. A matrix that is singular up to rounding may
+    count as regular, with about log(eps) for each lost dimension.
+    """
+    return _logdet_and_root(cov)[0]
+
+
+@psd_logdet.defjvp
+def _psd_logdet_jvp(primals: tuple[Array], tangents: tuple[Array]) -> Pair:
+    logdet, root = _logdet_and_root(primals[0])
+    return logdet, jnp.where(logdet > -jnp.inf, jnp.sum(dot(root.T, root) * tangents[0]), 0)
+
+
+def _logdet_and_root(cov: Array) -> Pair:
+    """Log-determinant and inverse root; -inf and the identity where there is none."""
+    root = inverse_root(cov)
+    regular = jnp.all(jnp.isfinite(root)) & jnp.all(diagonal_of(root) > 0)
+    root = jnp.where(regular, root, jnp.eye(len(cov), dtype=cov.dtype))
+    return jnp.where(regular, -2 * jnp.sum(jnp.log(diagonal_of(root))), -jnp.inf), root

@@ -1,0 +1,291 @@
+"""Operations that move, add or multiply entries of arrays, and the covariances of those that meet.
+
+Each `Base` knows of what it is made, and how it carries covariances with that. So Cov[u, v] is found by
+walking back: it is what the later one of the two makes of Cov[u, its parents]. The walk ends where both
+are one array, or have no weight in common.
+"""
+
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from moment_jax.covariance.cross import plus
+from moment_jax.covariance.numerics import safe_sqrt
+from moment_jax.expectations import ElementwiseMoments
+from moment_jax.propagation import arrays
+from moment_jax.propagation.arrays import Base, Moments, Sequence
+from moment_jax.propagation.errors import refuse, register, shapes, where
+from moment_jax.propagation.graph import Node, is_random, weights_in
+from moment_jax.propagation.propagator import Propagator, rule
+from moment_jax.propagation.regions import weights_of
+from moment_jax.propagation.weights import Weight, overlap
+
+Gain = Array | int  # (T, D), or 1 or -1
+
+
+def covariance(propagator: Propagator, node: Node, a: Sequence, b: Sequence) -> Any:
+    """Cov[a, b] in the structure's own form, where `node` joins them; None if it is zero."""
+    found = _arranged(node, _between(propagator, node, a.base, b.base), b)
+    found = None if found is None else _arranged(node, found.T, a)
+    return None if found is None else found.T
+
+
+def combined(
+    propagator: Propagator, node: Node, parts: list[Sequence], gains: list[Any] | None = None
+) -> tuple[Base, bool]:
+    """The sum of sequences of one shape, each times its gain, with all their covariances.
+
+    And whether they have any.
+    """
+    gains = gains or [1] * len(parts)
+    means: list[Array] = []
+    cov, dependent = None, False
+    for i, (x, gain) in enumerate(zip(parts, gains, strict=True)):
+        found = (covariance(propagator, node, y, x) for y in parts[:i])
+        crosses = (_times(p, gain, c) for p, c in zip(gains, found, strict=False))
+        cross = reduce(plus, crosses, None)
+        dependent = dependent or cross is not None
+        signed = isinstance(gain, int)
+        means.append(x.mean if signed and gain == 1 else gain * x.mean)
+        own = x.cov if signed else x.cov.rescale(gain)
+        cov = own if cov is None else cov.add_branch(own, cross)
+    parents = tuple((x, partial(_times, 1, gain)) for x, gain in zip(parts, gains, strict=True))
+    return Base(sum(means[1:], means[0]), cov, parents), dependent
+
+
+def _times(p: Gain, q: Gain, cross: Any) -> Any:
+    """Cov[p a, q b], given Cov[a, b]."""
+    if cross is None or (isinstance(p, int) and isinstance(q, int) and p * q == 1):
+        return cross
+    if isinstance(p, int):  # 1, or both are
+        return cross.rescale(jnp.full((1, 1), p * q) if isinstance(q, int) else q)
+    return cross.rescale(q).T.rescale(p).T
+
+
+def _between(propagator: Propagator, node: Node, u: Base, v: Base) -> Any:
+    """Cov[u, v]."""
+    if u.index > v.index:
+        found = _between(propagator, node, v, u)
+        return None if found is None else found.T
+    if u is v:
+        return v.cov.with_itself()
+    mine = weights_in(u.node)
+    if not overlap(mine, weights_in(v.node)):
+        return None
+    if (u, v) not in propagator.crosses:
+        if v.parents is None:
+            raise _shared(node, v, "no rule tells how it depends on what came before", "")
+        if overlap(_own(v), mine):
+            batch = "One call on both inputs, as a batch jnp.stack([a, b]), uses them once. "
+            raise _shared(node, v, "both use the same weights", batch)
+        total = None
+        for x, carry in v.parents:
+            given = _arranged(node, _between(propagator, node, u, x.base), x)
+            total = plus(total, None if given is None else carry(given))
+        propagator.crosses[u, v] = total
+    return propagator.crosses[u, v]
+
+
+def _own(v: Base) -> list[Any]:
+    """The weights between an array and its parents."""
+    if not isinstance(v.node, Node):
+        return [v.node]
+    parents = {x.base for x, _ in v.parents or ()}
+
+    def before(node: Node) -> list[Node]:
+        return [n for n in node.origins if n.moments is None or n.moments.base not in parents]
+
+    return weights_of(v.node, {base.node for base in parents}, before)
+
+
+def _arranged(node: Node, cross: Any, x: Sequence) -> Any:
+    """Cov[u, x], given that of u and the base of x; None is zero."""
+    found = None if cross is None else x.arranged(cross)
+    if cross is not None and found is None:
+        raise refuse(
+            f"`{node.op}` of two arrays with a random array in common, of which one was rearranged "
+            f"so that its tokens and features {tuple(x.base.mean.shape)} are mixed",
+            node.source,
+            f"Use structure=mj.Full. {register(node)}",
+        )
+    return found
+
+
+def _shared(node: Node, v: Base, why: str, fix: str) -> Exception:
+    place = f" (one from {where(v.node.source)}: {why})" if isinstance(v.node, Node) else ""
+    return refuse(
+        f"`{node.op}` of random {shapes(node.operands)}, which have a random array in common{place}",
+        node.source,
+        f"No rule or pattern covers it. {fix}{register(node)}",
+    )
+
+
+def _aligned(propagator: Propagator, node: Node, *operands: Any) -> list[Sequence]:
+    """Operands as sequences of one shape, with the axes of the largest."""
+    found = [propagator.moments(x).broadcast(node.shape) for x in operands]
+    axes = max(found, key=lambda m: m.mean.size).natural()
+    return [m.sequence(*axes) for m in found]
+
+
+@rule("mul", "div")
+def _product(propagator: Propagator, node: Node) -> Moments | None:
+    """Moments to second order in the noise; a quotient is a product with the reciprocal's moments."""
+    if not all(map(is_random, node.operands)):
+        return None
+    a, b = _aligned(propagator, node, *node.operands)
+    cross = covariance(propagator, node, a, b)
+    p, of_p, slope = b.mean, b.cov, jnp.ones_like(b.mean)
+    if node.op == "div":
+        moments = _reciprocal(b.mean, b.cov.variance())
+        p, of_p, slope = moments.mean, b.cov.elementwise(moments), moments.gain
+    mean, to_first = a.mean * p, cross
+    if cross is not None:
+        cross = cross.rescale(slope) if node.op == "div" else cross
+        mean, to_first = mean + cross.own(), _times(p, a.mean, cross)
+    cov = a.cov.rescale(p).add_branch(of_p.rescale(a.mean), to_first)
+    cov = cov.add(a.cov.hadamard(of_p, cross))
+    assumed = "factors independent" if cross is None else "factors jointly Gaussian"
+    assumed += ", the divisor of one sign" if node.op == "div" else ""
+    propagator.note(node, "product" if node.op == "mul" else "quotient", assumed)
+    parents = (a, partial(_times, 1, p)), (b, partial(_times, 1, a.mean * slope))
+    return arrays.made(mean, cov, arrays.ordered(node.shape, *a.axes), *parents)
+
+
+def _reciprocal(mean: Array, variance: Array) -> ElementwiseMoments:
+    """Moments of 1 / x for an x that keeps its sign, log-normal: those of a Gaussian are infinite.
+
+    NaN where x is within two sd of zero, and may change its sign.
+    """
+    inverse = 1 / mean
+    relative = variance * inverse**2
+    out = jnp.where(relative < 0.25, inverse * (1 + relative), jnp.nan)
+    rest = safe_sqrt(relative * (out**2 - inverse**2))
+    return ElementwiseMoments(out, relative * out**2, -(inverse**2), rest)
+
+
+@rule("select_n")
+def _chosen(propagator: Propagator, node: Node) -> Moments | None:
+    """By a certain condition that is not known while tracing."""
+    condition, *cases = node.operands
+    if is_random(condition) or len(cases) != 2 or np.shape(condition) != tuple(node.shape):
+        return None
+    a, b = _aligned(propagator, node, *cases[::-1])
+    chosen = arrays.as_rows(condition, *a.axes)
+    p = chosen.astype(a.mean.dtype)
+    found, _ = combined(propagator, node, [a, b], [p, 1 - p])
+    found.mean = jnp.where(chosen, a.mean, b.mean)  # the other may be infinite
+    propagator.note(node, "select_n", "operands jointly Gaussian")
+    return Moments(found, arrays.ordered(node.shape, *a.axes))
+
+
+@rule("add", "add_any", "sub")
+def _sum(propagator: Propagator, node: Node) -> Moments | None:
+    """The sum or difference of two arrays, with the covariance of both."""
+    parts = _aligned(propagator, node, *node.operands)
+    gains = [1, -1 if node.op == "sub" else 1]
+    if parts[0].base.index > parts[1].base.index:  # the stream before its branch
+        parts, gains = parts[::-1], gains[::-1]
+    found, dependent = combined(propagator, node, parts, gains)
+    notes = ("residual", "the branch linearised") if dependent else ("sum", "addends independent")
+    propagator.note(node, *notes)
+    return Moments(found, arrays.ordered(node.shape, *parts[0].axes))
+
+
+@rule(*arrays.VIEWS)
+def _view(propagator: Propagator, node: Node) -> Moments | None:
+    first, *rest = node.operands
+    if any(map(is_random, rest)):
+        raise refuse(
+            f"`{node.op}` at a random index",
+            node.source,
+            "Indices must be static: compute them from certain values.",
+        )
+    if node.op == "gather" and isinstance(first, Weight) and first.ndim == 2:
+        return None  # embedding lookup
+    m = propagator.moments(first)
+    places = arrays.moved(node, m.places, rest)
+    return None if places is None else Moments(m.base, places[node.output])
+
+
+@rule("belief")
+def _belief(propagator: Propagator, node: Node) -> Moments:
+    propagator.note(node, "weights as values")
+    return propagator.moments(node.operands[0])
+
+
+@rule("reduce_sum")
+def _total(propagator: Propagator, node: Node) -> Moments | None:
+    """The sum over tokens, or over features."""
+    m = propagator.moments(node.operands[0])
+    x = m.sequence()
+    axes = node.params["axes"]
+    over = next((g for g in x.axes if all(i in g or m.shape[i] == 1 for i in axes)), None)
+    if over is None:
+        return None
+    # The entry of the sum in which each token, or each feature, is.
+    entry = arrays.numbered([1 if i in axes else m.shape[i] for i in over])
+    entry = np.broadcast_to(entry, [m.shape[i] for i in over])
+    choose = jax.nn.one_hot(entry.ravel(), entry.max() + 1, dtype=x.mean.dtype)  # (old, new)
+    by_token = over is x.tokens
+
+    def summed(of: Any) -> Any:
+        return of.map_tokens(choose.T) if by_token else of.map_features(choose)
+
+    mean = choose.T @ x.mean if by_token else x.mean @ choose
+    propagator.note(node, "sum over " + ("tokens" if by_token else "features"))
+    left = [i for i in range(m.ndim) if i not in axes]
+    kept = (tuple(left.index(i) for i in g if i not in axes) for g in x.axes)
+    return arrays.made(mean, summed(x.cov), arrays.ordered(node.shape, *kept), (x, summed))
+
+
+_DATA = {  # the operands that are not indices or conditions
+    "concatenate": (0, None), "pad": (0, 2), "dynamic_update_slice": (0, 2), "select_n": (1, None),
+}  # fmt: skip
+
+
+@rule(*_DATA)
+def _assembled(propagator: Propagator, node: Node) -> Moments | None:
+    """The sum of the operands, each at its own entries and zero elsewhere."""
+    data = slice(*_DATA[node.op])
+    parts = node.operands[data]
+    before, after = node.operands[: data.start], node.operands[data.start + len(parts) :]
+    if not all(map(arrays.is_known, (*before, *after))):
+        return None
+    moments = [propagator.moments(x) for x in parts]
+    # Number the entries of all parts, to see where they go.
+    ends = np.cumsum([m.places.size for m in moments])
+    ids = [
+        arrays.numbered(m.shape).astype(np.int32) + (end - m.places.size)
+        for m, end in zip(moments, ends, strict=True)
+    ]
+    shown = np.asarray(arrays.evaluate(node.primitive, [*before, *ids, *after], node.params)[0])
+
+    # Where each entry is in its array; parts of one array are one part.
+    mean: Any = jnp.zeros((), moments[0].mean.dtype)
+    whole: dict[Base, arrays.Places] = {}
+    for x, m, end in zip(parts, moments, ends, strict=True):
+        if m.places.size == 0:
+            continue
+        own = (shown >= end - m.places.size) & (shown < end)
+        places = np.append(m.places, -1)[np.where(own, shown - end - 1, -1)]
+        if is_random(x):
+            whole[m.base] = np.maximum(places, whole.get(m.base, -1))
+        else:
+            mean = mean + arrays.take(m.mean, places)
+    found = [Moments(base, places) for base, places in whole.items()]
+    if len(found) == 1 and mean.ndim == 0 and (found[0].places >= 0).all():
+        return found[0]
+    random = (m for x, m in zip(parts, moments, strict=True) if is_random(x))
+    tokens, features = max(random, key=lambda m: m.places.size).natural()
+    left = [i for i, n in enumerate(node.shape) if n > 1 and i not in (*tokens, *features)]
+    features = features or tuple(left)
+    tokens = tuple(sorted({*tokens, *left} - {*features}))
+    total, _ = combined(propagator, node, [m.sequence(tokens, features) for m in found])
+    if mean.ndim:  # of the certain parts
+        total.mean = total.mean + arrays.as_rows(mean, tokens, features)
+    propagator.note(node, node.op)
+    return Moments(total, arrays.ordered(node.shape, tokens, features))
