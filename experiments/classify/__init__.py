@@ -20,9 +20,8 @@ import numpy as np
 from experiments import predictions
 from experiments.classify import images, scores
 from experiments.classify.compared import Answer, Compared, train_all
-from experiments.classify.images import Task
+from experiments.classify.images import Task, classifier
 from experiments.classify.methods import Budget, Trainer
-from experiments.classify.networks import classifier
 from experiments.command_line import Parser, writable_folder
 from experiments.figures import STYLE, Figure, histograms, plt, save
 from experiments.outputs import aligned, duration, over_seeds, with_error, write_json

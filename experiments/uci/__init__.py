@@ -16,8 +16,7 @@ import jax
 
 from experiments.command_line import InputError, Parser, named_files, writable_folder
 from experiments.outputs import aligned, summary, with_error, write_json
-from experiments.uci.methods import METHODS
-from experiments.uci.networks import perceptron
+from experiments.uci.methods import METHODS, perceptron
 from experiments.uci.sets import RegressionSet, held_out, read_set, whole
 from experiments.uci.training import Trained, choose_and_fit
 

@@ -10,8 +10,7 @@ import numpy as np
 from jax import Array
 
 import moment_jax as mj
-from experiments.progress import Progress
-from experiments.training import Task, clipped_adam
+from experiments.training import Progress, Task, clipped_adam
 from experiments.uci.methods import Method, Setting
 from experiments.uci.sets import Rows, Splits, mean_over_rows
 

@@ -10,7 +10,7 @@ from flax import nnx
 import moment_jax as mj
 from experiments import classify, draws
 from experiments.__main__ import main
-from experiments.classify import compared, images, networks, scores
+from experiments.classify import compared, images, scores
 from experiments.classify.images import Task
 from experiments.classify.methods import relative
 from experiments.data import Images
@@ -77,8 +77,8 @@ def test_the_comparison(tmp_path, monkeypatch):
     few = [Images(part.images[:, :60], part.labels[:, :60]) for part in whole[:3]]
     for owner, name, value in (
         (images, "load", lambda *_: Task(*few, whole.background, 4)),
-        (networks, "vision_transformer", lambda key, **_: Flat(nnx.Rngs(key))),
-        (networks, "STRUCTURE", mj.Diagonal),
+        (images, "vision_transformer", lambda key, **_: Flat(nnx.Rngs(key))),
+        (images, "STRUCTURE", mj.Diagonal),
         (images, "ANGLES", (0, 45, 60)),
         (compared, "RATES", (0.1,)),
         (compared, "LAPLACE", {"last-layer Laplace": nnx.PathContains("head")}),
