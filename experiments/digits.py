@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from scipy import ndimage
 
 import moment_jax as mj
@@ -49,35 +48,27 @@ def run(args: argparse.Namespace) -> None:
     out, digits = run_folder(args), data.load()
     images = _images(digits)
     plain, bayesian = digits_training.plain(args, digits), digits_training.bayesian(args, digits)
-    num_drawn = sum(len(images[name]) for name in DRAWN)
     # All plain networks first, while the Bayesian program is compiled.
     seeds = range(args.seed, args.seed + args.seeds)
     networks = [digits_training.plain_network(seed) for seed in seeds]
-    random = digits_training.bayesian_network(args, networks[0])
-    (plain_update,) = in_background(partial(plain.compile, networks[0]))
-    update, predictors = in_background(
-        partial(bayesian.compile, random), partial(_compile, args, networks[0], random, num_drawn)
+    key, random = jax.random.key(0), digits_training.bayesian_network(args, networks[0])
+    (program,) = in_background(partial(plain.compile, networks[0], key))
+    update, warm = in_background(
+        partial(bayesian.compile, random, key),
+        partial(_predict, args, networks[0], random, images, 0),
     )
-    plains = [
-        plain.fit(args, network, seed, plain_update.result)
-        for seed, network in zip(seeds, networks, strict=True)
-    ]
-    fits = [
-        partial(
-            bayesian.fit,
-            args,
-            digits_training.bayesian_network(args, one.model),
-            seed,
-            update.result,
-        )
-        for seed, one in zip(seeds, plains, strict=True)
-    ]
-    records = []
-    for seed, *fitted in zip(seeds, plains, together(fits), strict=True):
-        results = _predict(args, predictors.result(), [one.model for one in fitted], images, seed)
+    plains, fits = [], []
+    for seed, network in zip(seeds, networks, strict=True):
+        plains.append(digits_training.fit(plain, args, network, seed, program.result))
+        random = digits_training.bayesian_network(args, plains[-1].model)
+        fits.append(partial(digits_training.fit, bayesian, args, random, seed, update.result))
+    fitted, records = together(fits), []
+    warm.result()
+    for seed, *both in zip(seeds, plains, fitted, strict=True):
+        results = _predict(args, both[0].model, both[1].model, images, seed)
         records.append({
-            "seconds": {"plain": fitted[0].seconds, "bayesian": fitted[1].seconds},
-            "kl": float(fitted[1].model.kl()),
+            "seconds": {"plain": both[0].seconds, "bayesian": both[1].seconds},
+            "kl": float(both[1].model.kl()),
             **_compare(digits, results),
         })  # fmt: skip
         if seed == args.seed:
@@ -95,16 +86,6 @@ def run(args: argparse.Namespace) -> None:
     _print(out, metrics)
 
 
-def _compile(args: argparse.Namespace, plain: Any, random: Any, num_drawn: int) -> list[Any]:
-    """The programs that predict, for networks of all seeds."""
-    size, drawn = predictions.CHUNK, predictions.drawn(args.samples)
-    return [
-        predictions.compiled(predictions.plain, plain, size),
-        predictions.compiled(predictions.analytic, random, size),
-        predictions.compiled(drawn, random, num_drawn, jax.random.key(0)),
-    ]
-
-
 def _images(digits: Digits) -> dict[Any, np.ndarray]:
     """Test and validation images, and the test images turned, by the angle in degrees."""
     options = {"axes": (2, 1), "reshape": False, "order": 1, "cval": digits.background}
@@ -116,20 +97,17 @@ def _images(digits: Digits) -> dict[Any, np.ndarray]:
 
 
 def _predict(
-    args: argparse.Namespace, programs: list[Any], networks: list[Any],
-    images: dict[Any, np.ndarray], seed: int,
+    args: argparse.Namespace, plain: Any, random: mj.Bayesian, images: dict[Any, np.ndarray], seed: int
 ) -> Results:  # fmt: skip
-    """Predictions of all three."""
-    plain, analytic, drawn = programs
-    means, random = map(nnx.state, networks)
+    """Predictions of all three, by programs that all seeds share."""
     every = np.concatenate(list(images.values()))
     few = np.concatenate([images[name] for name in DRAWN])
+    keys = jax.random.split(jax.random.key(seed + 2), args.samples)
     whole = {
-        "plain network": predictions.in_chunks(plain, means, every),
-        "Bayesian, analytic": predictions.in_chunks(analytic, random, every),
+        "plain network": predictions.in_chunks(predictions.plain, plain, every),
+        "Bayesian, analytic": predictions.in_chunks(predictions.analytic, random, every),
+        f"Bayesian, {args.samples:,} samples": predictions.sampled(random, few, keys),
     }
-    sampled = predictions.sampled(drawn, random, few, jax.random.key(seed + 2))
-    whole[f"Bayesian, {args.samples:,} samples"] = sampled
     ends = itertools.pairwise(np.cumsum([0, *map(len, images.values())]))
     parts = {name: slice(*own) for name, own in zip(images, ends, strict=True)}
     return {name: {of: result.at(p) for of, p in parts.items()} for name, result in whole.items()}

@@ -5,7 +5,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,30 +38,17 @@ def bayesian_network(args: argparse.Namespace, plain: mj.nn.VisionTransformer) -
     return networks.bayesian(plain, learn_prior=True, structure=mj.STRUCTURES[args.structure])
 
 
-class Training(NamedTuple):
-    """One of the two networks and its training."""
-
-    name: str
-    task: Task
-    settings: dict[str, Any]  # of a checkpoint
-    own_key: int  # added to the seed for the random key
-
-    def compile(self, network: Any) -> Any:
-        """The program, for all seeds."""
-        return self.task.compile(network, jax.random.key(0))
-
-    def fit(
-        self, args: argparse.Namespace, network: Any, seed: int, advance: Callable[[], Any],
-        request: StopRequest | None = None,
-    ) -> Fitted:  # fmt: skip
-        """Train one seed; the seconds are of waiting for the program too."""
-        own = argparse.Namespace(**{**vars(args), "seed": seed})
-        task = dataclasses.replace(self.task, name=f"{self.task.name}, seed {seed}")
-        name, key = f"{self.name}/seed_{seed}", seed + self.own_key
-        return fit_saved(task, network, own, name, self.settings, key, advance, request)
+def fit(
+    task: Task, args: argparse.Namespace, network: Any, seed: int, advance: Callable[[], Any],
+    request: StopRequest | None = None,
+) -> Fitted:  # fmt: skip
+    """Train one seed; the seconds are of waiting for the program too."""
+    named = dataclasses.replace(task, name=f"{task.name}, seed {seed}")
+    folder, add = f"{task.name.split()[0].lower()}/seed_{seed}", int(task.validate is None)
+    return fit_saved(named, network, args, folder, seed, advance, request, add=add)
 
 
-def plain(args: argparse.Namespace, digits: Digits) -> Training:
+def plain(args: argparse.Namespace, digits: Digits) -> Task:
     """Cross-entropy with weight decay, stopped where the validation NLL is best."""
     size, steps = min(args.batch_size, digits.train.labels.size), args.plain_steps
 
@@ -74,11 +61,11 @@ def plain(args: argparse.Namespace, digits: Digits) -> Training:
         return mj.objectives.negative_log_likelihood(jax.nn.softmax(network(images)), labels)
 
     optimizer = clipped_adam(PLAIN_RATE, steps, norm=1.0, weight_decay=WEIGHT_DECAY)
-    task = Task("plain network", loss, optimizer, steps, validate)
-    return Training("plain", task, {"num_steps": steps, "batch_size": size}, 0)
+    settings = {"batch_size": size}
+    return Task("plain network", loss, optimizer, steps, validate, settings=settings)
 
 
-def bayesian(args: argparse.Namespace, digits: Digits) -> Training:
+def bayesian(args: argparse.Namespace, digits: Digits) -> Task:
     """The negative analytic ELBO for each training image, by one pass of moments a step."""
     count = digits.train.labels.size
     size = min(args.batch_size, count)
@@ -88,10 +75,10 @@ def bayesian(args: argparse.Namespace, digits: Digits) -> Training:
         weight = mj.objectives.kl_warmup(step, WARM_UP, args.kl_weight)
         return -network.elbo(images, labels, dataset_size=count, kl_weight=weight)
 
-    task = Task("Bayesian network", loss, clipped_adam(RATE, args.steps), args.steps)
-    settings = {name: getattr(args, name) for name in ("structure", "plain_steps", "kl_weight")}
-    settings |= {"num_steps": args.steps, "batch_size": size}
-    return Training("bayesian", task, settings, 1)
+    names = "structure", "plain_steps", "kl_weight"
+    settings = {name: getattr(args, name) for name in names} | {"batch_size": size}
+    optimizer = clipped_adam(RATE, args.steps)
+    return Task("Bayesian network", loss, optimizer, args.steps, settings=settings)
 
 
 def trained(run_folder: Path) -> tuple[mj.Bayesian, Digits]:
@@ -101,9 +88,8 @@ def trained(run_folder: Path) -> tuple[mj.Bayesian, Digits]:
         args = argparse.Namespace(**{**stored, "out": run_folder, "resume": True})
         digits = data.load()
         network = bayesian_network(args, plain_network(args.seed))
-        done = bayesian(args, digits)
         # Its checkpoint is of the last update, so this trains no further.
-        return done.fit(args, network, args.seed, lambda: None).model, digits
+        return fit(bayesian(args, digits), args, network, args.seed, lambda: None).model, digits
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise InputError(
             f"{run_folder} holds no finished run of the main job ({error}); make one by "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,6 @@ from flax import nnx
 from jax import Array
 
 import moment_jax as mj
-from experiments.data import IMAGE_SIZE
 
 CHUNK = 100  # images at a time, to bound memory
 
@@ -32,51 +30,33 @@ class Prediction(NamedTuple):
         return Prediction(probabilities, mean, sd, self.seconds_per_image)
 
 
-Outputs = tuple[Array, Array, Array]
-"""Class probabilities, mean and sd of the logits, each (n, C)."""
-
-
-def plain(network: Any, images: Array) -> Outputs:
-    """One deterministic pass over images (n, 8, 8)."""
+@nnx.jit
+def plain(network: Any, images: Array) -> tuple[Array, Array, Array]:
+    """Class probabilities, mean and sd of the logits, each (n, C): one deterministic pass."""
     logits = network(images)
     return jax.nn.softmax(logits), logits, jnp.zeros_like(logits)
 
 
-def analytic(model: mj.Bayesian, images: Array) -> Outputs:
-    """One pass of moments, and the class probabilities that the logits' moments imply."""
+@nnx.jit
+def analytic(model: mj.Bayesian, images: Array) -> tuple[Array, Array, Array]:
+    """The same from one pass of moments."""
     logits = model(images)
     return model.likelihood(logits).probs, logits.mean, logits.sd
 
 
-def drawn(num_samples: int) -> Callable[[mj.Bayesian, Array, Array], Array]:
-    """(model, images, key) -> logits (num_samples, n, C) of networks drawn from the posterior."""
-
-    def predict(model: mj.Bayesian, images: Array, key: Array) -> Array:
-        return jax.lax.map(
-            lambda key: jnp.asarray(model.sample(key)(images)), jax.random.split(key, num_samples)
-        )
-
-    return predict
+@nnx.jit
+def drawn(model: mj.Bayesian, images: Array, keys: Array) -> Array:
+    """Logits (S, n, C) of networks drawn from the posterior with each of the keys."""
+    return jax.lax.map(lambda key: jnp.asarray(model.sample(key)(images)), keys)
 
 
-def compiled(predict: Callable[..., Any], network: nnx.Module, count: int, *more: Any) -> Any:
-    """The program for `count` images and the state of a network of this form."""
-    images = jax.ShapeDtypeStruct((count, IMAGE_SIZE, IMAGE_SIZE), jnp.float32)
-    graph, state = nnx.split(network)
-
-    def of_state(state: Any, *arguments: Any) -> Any:
-        return predict(nnx.merge(graph, state), *arguments)
-
-    return jax.jit(of_state).lower(state, images, *more).compile()
-
-
-def in_chunks(program: Any, state: Any, images: np.ndarray) -> Prediction:
-    """Predict by a program for CHUNK images, chunk by chunk; the median time counts."""
+def in_chunks(program: Any, network: Any, images: np.ndarray) -> Prediction:
+    """Predict chunk by chunk; the median time counts."""
     results, times = [], []
     for i in range(0, len(images), CHUNK):
         chunk = jnp.asarray(np.resize(images[i : i + CHUNK], (CHUNK, *images.shape[1:])))
         start = time.perf_counter()
-        results.append(jax.block_until_ready(program(state, chunk)))
+        results.append(jax.block_until_ready(program(network, chunk)))
         times.append(time.perf_counter() - start)
     probabilities, mean, sd = (
         np.concatenate(part)[: len(images)] for part in zip(*results, strict=True)
@@ -84,12 +64,10 @@ def in_chunks(program: Any, state: Any, images: np.ndarray) -> Prediction:
     return Prediction(probabilities, mean, sd, float(np.median(times)) / CHUNK)
 
 
-def sampled(
-    program: Callable[[Any, Array, Array], Array], state: Any, images: np.ndarray, key: Array
-) -> Prediction:
-    """The average of the drawn networks."""
+def sampled(model: mj.Bayesian, images: np.ndarray, keys: Array) -> Prediction:
+    """The average of the drawn networks; the time of the first call is that of its compilation too."""
     start = time.perf_counter()
-    logits = np.asarray(program(state, jnp.asarray(images), key))
+    logits = np.asarray(drawn(model, jnp.asarray(images), keys))
     seconds = (time.perf_counter() - start) / len(images)
     probabilities = np.asarray(jax.nn.softmax(logits)).mean(axis=0)
     return Prediction(probabilities, logits.mean(axis=0), logits.std(axis=0, ddof=1), seconds)

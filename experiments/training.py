@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -17,13 +18,13 @@ from jax import Array
 
 import moment_jax as mj
 from experiments.checkpoints import Checkpoints
-from experiments.progress import Progress
 from experiments.stopping import StopRequest
 
 T = TypeVar("T")
 
 RISE = 0.05  # share of the updates in which the learning rate rises
 SAVE_SECONDS = 20.0  # between two checkpoints
+SHOW_SECONDS = 10.0  # between two lines of progress
 
 
 def clipped_adam(
@@ -38,6 +39,25 @@ def clipped_adam(
     return optax.chain(optax.clip_by_global_norm(norm), adam)
 
 
+class Progress:
+    """Progress of `total` updates: a line on standard error every few seconds."""
+
+    def __init__(self, name: str, total: int, *, initial: int = 0) -> None:
+        self.name, self.total = name, total
+        self._write(initial, "")
+
+    def update(self, done: int, loss: float) -> None:
+        """So many updates are done."""
+        if done >= self.total or time.monotonic() - self.since >= SHOW_SECONDS:
+            self._write(done, f"; loss {loss:.4g}")
+
+    def _write(self, done: int, loss: str) -> None:
+        self.since = time.monotonic()
+        # In one piece, for several loops may write at the same time.
+        sys.stderr.write(f"{self.name}: {done} of {self.total} steps{loss}\n")
+        sys.stderr.flush()
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     """What to train.
@@ -49,6 +69,7 @@ class Task:
       num_steps: number of updates.
       validate: model -> a score to minimise, by which the best parameters are kept
       wrt: an NNX filter of the variables that are trained.
+      settings: those that a checkpoint has to agree with, beside the seed and the number of updates.
     """
 
     name: str
@@ -57,6 +78,7 @@ class Task:
     num_steps: int
     validate: Callable[[Any], Array] | None = None
     wrt: Any = nnx.Param
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def start(self, model: nnx.Module) -> tuple[mj.inference.Training, Any]:
         """The loop, and the state before the first update."""
@@ -87,8 +109,8 @@ def fit(
       model: where to start if there is no checkpoint.
       given: to the loss: a random key, and data if it takes any.
       store: where to save; None to save nothing, and not to wait for Ctrl-C.
-      advance: waits for what `Task.compile` gives, in another thread; None to compile here.
-      request: to stop, heard elsewhere (see `together`); None to listen here.
+      advance: gives what `Task.compile` makes in another thread; None to compile here.
+      request: to stop, heard by `together`; None to listen here.
 
     Raises:
       InputError: if the checkpoint is of other settings.
@@ -130,13 +152,16 @@ def _score(training: Any, validate: Callable[[Any], Array], state: Any) -> Array
 
 
 def fit_saved(
-    task: Task, model: nnx.Module, args: argparse.Namespace, name: str, settings: dict[str, Any],
-    seed: int, *more: Any,
+    task: Task, model: nnx.Module, args: argparse.Namespace, folder: str, seed: int, *more: Any,
+    add: int = 1,
 ) -> Fitted:  # fmt: skip
-    """`fit` with checkpoints in a folder `name` below --out, as --resume says; `more`: its arguments."""
-    settings = {"seed": args.seed, **settings}
-    with Checkpoints(args.out / "checkpoints" / name, settings, resume=args.resume) as store:
-        return fit(task, model, jax.random.key(seed), store, *more)
+    """`fit` with checkpoints in a folder below --out, as --resume says.
+
+    The random key is that of `seed + add`; `more` are further arguments of `fit`.
+    """
+    settings = {"seed": seed, "num_steps": task.num_steps, **task.settings}
+    with Checkpoints(args.out / "checkpoints" / folder, settings, resume=args.resume) as store:
+        return fit(task, model, jax.random.key(seed + add), store, *more)
 
 
 def together(fits: Sequence[Callable[[StopRequest], T]]) -> list[T]:

@@ -20,9 +20,8 @@ import numpy as np
 from experiments import predictions
 from experiments.classify import images, scores
 from experiments.classify.compared import Answer, Compared, train_all
-from experiments.classify.images import Task
+from experiments.classify.images import Task, classifier
 from experiments.classify.methods import Budget, Trainer
-from experiments.classify.networks import Network
 from experiments.command_line import Parser, writable_folder
 from experiments.figures import STYLE, Figure, histograms, plt, save
 from experiments.outputs import aligned, duration, over_seeds, with_error, write_json
@@ -57,7 +56,8 @@ def run(args: argparse.Namespace) -> None:
     budget = Budget(plain_steps=args.plain_steps, steps=args.steps)
     keys = jnp.stack([jax.random.split(jax.random.key(seed), args.members) for seed in seeds])
     given, labels = (np.concatenate([part] * args.members) for part in task.train)
-    trainer = Trainer(Network.of(task), (given, labels), budget, keys.T.ravel())
+    build = partial(classifier, task.test.images.shape[-1], task.patch_size)
+    trainer = Trainer(build, (given, labels), budget, keys.T.ravel())
     methods = train_all(trainer, args.seeds, task.validation, args.samples)
     predicted, before, after, rest = {}, {}, {}, {}
     for name, method in methods.items():

@@ -13,7 +13,7 @@ from jax import Array
 import moment_jax as mj
 from experiments import draws
 from experiments.classify import methods
-from experiments.classify.methods import Answers, Predict, Trained, Trainer
+from experiments.classify.methods import Answers, Trained, Trainer
 from experiments.classify.scores import best_temperature, tempered
 from experiments.predictions import scores
 
@@ -46,41 +46,43 @@ def train_all(trainer: Trainer, seeds: int, validation: Part, samples: int) -> d
     `trainer` has copies for all members of the ensembles: the first members of all seeds, then the
     second ones, and so on.
     """
-    network, first = trainer.network, trainer.first(seeds)
-    alone, on_average = partial(methods.alone, network), partial(methods.on_average, network)
-    count = len(trainer.keys) // seeds
+    first, count = trainer.first(seeds), len(trainer.keys) // seeds
     every = trainer.plain("plain networks")
     plain, members = every.first(seeds), every.members(seeds)
     softmax, logits = methods.mean_softmax, methods.mean_logits
-    average_logits = on_average(logits, jax.nn.softmax)
+
+    def together(forward: Any, *last: Any) -> Compared:
+        return Compared(Answers(forward, members, first.keys, *last), every.seconds, {})
+
     result = {
-        "plain": compared(alone(softmax), plain, first.keys),
-        f"{count} plain": compared(on_average(softmax), members, first.keys),
-        f"{count} plain, averaged logits": compared(average_logits, members, first.keys),
+        "plain": compared(softmax, plain, first.keys),
+        f"{count} plain": together(softmax),
+        f"{count} plain, averaged logits": together(logits, jax.nn.softmax),
         "MC dropout": mc_dropout(first, validation, samples, tempered_nll),
     }
     for name, random in LAPLACE.items():
         result[name] = _laplace(first, plain, validation, random)
-    learned = first.elbo(KL_WEIGHT, plain.state, "ELBO")
+    learned = first.elbo(KL_WEIGHT, plain.models, "ELBO")
     learned = learned._replace(seconds=learned.seconds + plain.seconds)
     by_draws = methods.mean_of_draws(draws.weights, samples)
-    result["ELBO, drawn"] = compared(alone(by_draws), learned, first.keys)
+    result["ELBO, drawn"] = compared(by_draws, learned, first.keys)
     analytic = methods.moments, methods.expected_softmax
-    result["ELBO, analytic"] = compared(alone(*analytic), learned, first.keys)
+    result["ELBO, analytic"] = compared(analytic[0], learned, first.keys, analytic[1])
     count = min(BAYESIAN_MEMBERS, count)
     noise = partial(draws.relative, spread=SPREAD)
     every = trainer.first(count * seeds).noisy(noise, "Bayesian networks", groups=1)
-    spread = jax.vmap(lambda state: nnx.state(methods.relative(network.module(state), SPREAD)))
-    every = every._replace(state=spread(every.state))
-    result["Bayesian, analytic"] = compared(alone(*analytic), every.first(seeds), first.keys)
-    average = on_average(*analytic)
-    result[f"{count} Bayesian, analytic"] = compared(average, every.members(seeds), first.keys)
+    members = [[methods.relative(model, SPREAD) for model in own] for own in every.members(seeds)]
+    alone = every.first(seeds)
+    result["Bayesian, analytic"] = compared(analytic[0], alone, first.keys, analytic[1])
+    result[f"{count} Bayesian, analytic"] = together(*analytic)
     return result
 
 
-def compared(predict: Predict, trained: Trained, keys: Array, **chosen: Any) -> Compared:
-    """A trained method with its prediction function."""
-    answers = Answers.of(predict, trained.state, keys)
+def compared(
+    forward: methods.Forward, trained: Trained, keys: Array, *last: Any, **chosen: Any
+) -> Compared:
+    """A trained method with its prediction function, of every copy alone."""
+    answers = Answers(forward, [[model] for model in trained.models], keys, *last)
     return Compared(answers, trained.seconds, chosen)
 
 
@@ -92,8 +94,8 @@ def mc_dropout(
     def at(rate: float) -> Compared:
         kind = partial(draws.dropout, rate=rate)
         trained = trainer.noisy(kind, f"MC dropout {rate:g}")
-        predict = methods.alone(trainer.network, methods.mean_of_draws(kind, samples))
-        return compared(predict, trained, trainer.keys, rate=rate)
+        by_draws = methods.mean_of_draws(kind, samples)
+        return compared(by_draws, trained, trainer.keys, rate=rate)
 
     return min(map(at, RATES), key=lambda method: score(method.predict, validation))
 
@@ -103,24 +105,22 @@ def _laplace(trainer: Trainer, plain: Trained, validation: Part, random: Any) ->
 
     Each network's prior precision is that of the best validation NLL.
     """
-    start = time.perf_counter()
-    copies, precisions = [], []
-    for seed in range(len(trainer.keys)):
-        module = trainer.network.module(jax.tree.map(lambda leaf, i=seed: leaf[i], plain.state))
+    start, copies, precisions = time.perf_counter(), [], []
+    for seed, own in enumerate(plain.models):
         given, held_out = (tuple(p[seed] for p in part) for part in (trainer.given, validation))
         model, receipt = mj.laplace(
-            module.at_means(), mj.Categorical(), given, random=random, held_out=held_out, receipt=True
+            own.at_means(), mj.Categorical(), given, random=random, held_out=held_out, receipt=True
         )  # fmt: skip
-        graph, state = nnx.split(model)
-        copies.append((state,))
+        copies.append(model)
         precisions.append(next(iter(receipt.prior_precision.values())))
-
-    def predict(state: Any, images: Array) -> Array:
-        probabilities: Array = nnx.merge(graph, state).predict(images).probs
-        return probabilities
-
     took = plain.seconds + (time.perf_counter() - start)
-    return Compared(Answers(predict, copies), took, {"prior_precision": precisions})
+    chosen = {"prior_precision": precisions}
+    return compared(_probs, Trained(copies, took), trainer.keys, **chosen)
+
+
+def _probs(model: mj.Bayesian, key: Array, images: Array) -> Array:
+    probabilities: Array = model.likelihood(model(images)).probs
+    return probabilities
 
 
 def nll(predict: Answer, part: Part) -> float:

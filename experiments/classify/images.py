@@ -1,19 +1,26 @@
-"""Images to classify, rotated images, and images outside all classes."""
+"""Images to classify, rotated, and outside all classes; and the vision Transformer that does it."""
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import Array
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from scipy import ndimage
 from sklearn.datasets import load_digits, load_sample_images
 
+import moment_jax as mj
 from experiments import data
 from experiments.data import Images
+from experiments.networks import bayesian, vision_transformer
 
 ANGLES = (0, 15, 30, 45, 60, 75, 90)
+SIZES: dict[str, Any] = {"num_features": 32, "hidden_features": 64, "num_blocks": 1}
+# As large as the patches, so that attention can tell places apart.
+SIZES |= {"position_scale": 1.0}
+STRUCTURE: type[mj.Covariance] = mj.Separable
 LETTERS = "ABCEFGHJKLMNPRTUVWXY"  # none that is also a digit's shape
 
 
@@ -106,3 +113,9 @@ def _photographs(count: int, side: int, random: np.random.Generator) -> np.ndarr
         part = part.reshape(side, 8, side, 8).mean(axis=(1, 3))
         parts.append((part - part.min()) / max(np.ptp(part), 1e-6))
     return np.stack(parts).astype(np.float32)
+
+
+def classifier(image_size: int, patch_size: int, key: Array) -> mj.Bayesian:
+    """A new model of square images."""
+    network = vision_transformer(key, image_size=image_size, patch_size=patch_size, **SIZES)
+    return bayesian(network, structure=STRUCTURE)

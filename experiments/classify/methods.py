@@ -15,11 +15,8 @@ from jax import Array
 
 import moment_jax as mj
 from experiments import draws
-from experiments.classify.networks import BayesianNetwork
 from experiments.training import Task, clipped_adam, fit
 
-Predict = Callable[[Any, Array, Array], Array]
-"""(state of a model, key, inputs (N, ...)) -> class probabilities (N, C)."""
 Forward = Callable[[mj.Bayesian, Array, Array], Any]
 """(model, key, inputs (N, ...)) -> logits, their moments, or class probabilities."""
 
@@ -40,22 +37,18 @@ class Budget(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """The trained states of every copy, stacked, and seconds in total."""
+    """The trained copies, and seconds in total."""
 
-    state: Any
+    models: list[mj.Bayesian]
     seconds: float
 
     def first(self, count: int) -> Trained:
         """The first copies alone, and their share of the time."""
-        share = count / len(jax.tree.leaves(self.state)[0])
-        return Trained(jax.tree.map(lambda leaf: leaf[:count], self.state), share * self.seconds)
+        return Trained(self.models[:count], count / len(self.models) * self.seconds)
 
-    def members(self, seeds: int) -> Trained:
-        """Copies (members * seeds, ...) as (seeds, members, ...)."""
-        state = jax.tree.map(
-            lambda leaf: leaf.reshape(-1, seeds, *leaf.shape[1:]).swapaxes(0, 1), self.state
-        )
-        return self._replace(state=state)
+    def members(self, seeds: int) -> list[list[mj.Bayesian]]:
+        """The members of each seed: copies are the first members of all seeds, the second, and so on."""
+        return [self.models[seed::seeds] for seed in range(seeds)]
 
 
 def stacked(part: tuple[np.ndarray, np.ndarray], copies: int) -> tuple[np.ndarray, np.ndarray]:
@@ -68,7 +61,7 @@ def stacked(part: tuple[np.ndarray, np.ndarray], copies: int) -> tuple[np.ndarra
 class Trainer:
     """Trains copies of the network on a stack of training sets (L, N, ...)."""
 
-    network: BayesianNetwork  # with Separable moments
+    build: Callable[[Array], mj.Bayesian]  # of a key
     given: tuple[np.ndarray, np.ndarray]  # inputs (L, N, ...) and labels (L, N)
     budget: Budget
     keys: Array  # a random key for each copy
@@ -95,7 +88,7 @@ class Trainer:
 
         return self._means(logits, label)
 
-    def elbo(self, kl_weight: float, plain: Any, label: str) -> Trained:
+    def elbo(self, kl_weight: float, plain: list[mj.Bayesian], label: str) -> Trained:
         """The ELBO of drawn networks, from the plain ones' means; a prior learned for each array."""
         steps = self.budget.steps
 
@@ -108,15 +101,11 @@ class Trainer:
             penalty = weight * draws.learned_prior_kl(model.beliefs) / given[2].size
             return penalty + _cross_entropy(outputs, labels)
 
-        def started(key: Array, plain: Any) -> mj.Bayesian:
-            model = self.network.build(key)
-            nnx.update(model, nnx.state(self.network.module(plain), mj.nn.VariationalMean))
-            return _faster(model, 1 / SPEED)
-
-        task = Task(label, loss, clipped_adam(self.budget.rate, steps), steps)
-        trained = self._fit(task, [*map(started, self.keys, _each(plain))])
-        states = [nnx.state(_faster(self.network.module(x), SPEED)) for x in _each(trained.state)]
-        return trained._replace(state=_stack(states))
+        models = [self.build(key) for key in self.keys]
+        for model, own in zip(models, plain, strict=True):
+            nnx.update(_faster(model, 1 / SPEED), nnx.state(own, mj.nn.VariationalMean))
+        trained = self._fit(Task(label, loss, clipped_adam(self.budget.rate, steps), steps), models)
+        return trained._replace(models=[_faster(model, SPEED) for model in trained.models])
 
     def _means(self, logits: Forward, label: str) -> Trained:
         budget = self.budget
@@ -134,7 +123,7 @@ class Trainer:
         best = None if self.validation is None else validate
         wrt = mj.nn.VariationalMean
         task = Task(label, loss, adam, budget.plain_steps, best, wrt)
-        return self._fit(task, [self.network.build(key) for key in self.keys])
+        return self._fit(task, [self.build(key) for key in self.keys])
 
     def _fit(self, task: Task, models: list[mj.Bayesian]) -> Trained:
         """One copy after the other: XLA for CPU is slow at small products in batches."""
@@ -143,8 +132,7 @@ class Trainer:
         for number, (model, own) in enumerate(zip(models, given, strict=True), 1):
             named = dataclasses.replace(task, name=f"{task.name}, {number} of {len(models)}")
             fitted.append(fit(named, model, own))
-        states = [nnx.state(one.model) for one in fitted]
-        return Trained(_stack(states), sum(one.seconds for one in fitted))
+        return Trained([one.model for one in fitted], sum(one.seconds for one in fitted))
 
     def _batch(self, given: Any, step: Array) -> tuple[Array, Array, Array]:
         """A key, and the inputs and labels of an update."""
@@ -153,15 +141,6 @@ class Trainer:
         chosen = jax.random.randint(order_key, (self.budget.batch_size,), 0, labels.size)
         part = inputs[chosen]
         return key, part if self.augment is None else self.augment(own_key, part), labels[chosen]
-
-
-def _stack(states: list[Any]) -> Any:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
-
-
-def _each(stack: Any) -> list[Any]:
-    count = len(jax.tree.leaves(stack)[0])
-    return [jax.tree.map(lambda leaf, i=i: leaf[i], stack) for i in range(count)]
 
 
 def _cross_entropy(logits: Array, labels: Array) -> Array:
@@ -214,50 +193,34 @@ def mean_of_draws(kind: Callable[[Any], draws.Draw], count: int) -> Forward:
     return predict
 
 
-def alone(network: BayesianNetwork, forward: Forward, last: Any = lambda found: found) -> Predict:
-    """`last` of what one model gives."""
-    return lambda state, key, inputs: last(forward(network.module(state), key, inputs))
-
-
-def on_average(
-    network: BayesianNetwork, forward: Forward, last: Any = lambda found: found
-) -> Predict:
-    """`last` of the average over the members, the leading axis of their states.
-
-    Of moments: what members differ by, having begun elsewhere, is taken as an error that averages out;
-    what is left is the doubt that each has about its own weights.
-    """
-
-    def predict(states: Any, key: Array, inputs: Array) -> Array:
-        each = jax.lax.map(lambda state: forward(network.module(state), key, inputs), states)
-        result: Array = last(jax.tree.map(lambda part: part.mean(axis=0), each))
-        return result
-
-    return predict
-
-
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """Predictor: inputs (L, N, ...) -> class probabilities (L, N, C), each copy with its own inputs."""
+    """Predictor: inputs (L, N, ...) -> class probabilities (L, N, C), each copy with its own inputs.
 
-    predict: Callable[..., Array]  # of one copy; its last argument are inputs
-    copies: list[Any]  # for each copy its other arguments, alike in shape
+    Args:
+      forward: of one model.
+      copies: the members of each copy, whose results are averaged. Of moments: what members differ by,
+        having begun elsewhere, is taken as an error that averages out; what is left is the doubt that
+        each has about its own weights.
+      keys: of each copy.
+      last: from the average to the probabilities.
+    """
 
-    @classmethod
-    def of(cls, predict: Predict, state: Any, keys: Array) -> Answers:
-        """Of states and keys that are stacks."""
-        return cls(predict, _each((state, keys)))
+    forward: Forward
+    copies: list[list[mj.Bayesian]]
+    keys: Array
+    last: Callable[[Any], Array] = lambda found: found
 
     def __call__(self, inputs: np.ndarray) -> np.ndarray:
         """The probabilities, chunk by chunk."""
         count = inputs.shape[1]
         rows = np.minimum(np.arange(-(-count // CHUNK) * CHUNK), count - 1).reshape(-1, CHUNK)
-        program = jax.jit(self.predict)  # compiled once for all that share the predictor
-        parts = [
-            [
-                np.asarray(program(*copy, own[chunk]))
-                for copy, own in zip(self.copies, inputs, strict=True)
-            ]
-            for chunk in rows
-        ]
-        return np.concatenate([np.stack(part) for part in parts], axis=1)[:, :count]
+        program = nnx.jit(self.forward)  # compiled once for all members
+
+        def of_copy(members: list[mj.Bayesian], key: Array, chunk: Any) -> np.ndarray:
+            each = [program(model, key, chunk) for model in members]
+            return np.asarray(self.last(jax.tree.map(lambda *x: sum(x) / len(x), *each)))
+
+        copies = list(zip(self.copies, self.keys, inputs, strict=True))
+        parts = [np.stack([of_copy(own, k, x[chunk]) for own, k, x in copies]) for chunk in rows]
+        return np.concatenate(parts, axis=1)[:, :count]

@@ -5,6 +5,7 @@ starts from. Writes metrics.json, and prints one table.
 """
 
 import argparse
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,8 @@ def _train(
     size = min(args.batch_size, len(images.train))
 
     def train(network: Any, task: Task, settings: dict[str, Any]) -> Any:
-        settings = {**settings, "num_steps": task.num_steps, "batch_size": size}
-        name = task.name.replace(" ", "_")
-        fitted = fit_saved(task, network, args, name, settings, args.seed + 1)
+        task = dataclasses.replace(task, settings={**settings, "batch_size": size})
+        fitted = fit_saved(task, network, args, task.name.replace(" ", "_"), args.seed)
         networks[task.name], validation[task.name] = fitted[:2]
         seconds[task.name] = fitted.seconds + sum(seconds.values())
         return fitted.model

@@ -20,7 +20,7 @@ from experiments.classify.compared import Compared
 from experiments.classify.methods import Budget, Trainer, stacked
 from experiments.command_line import InputError, Parser, named_files, writable_folder
 from experiments.figures import histograms, save
-from experiments.intents.compared import TextNetwork, logistic_regression, transformers
+from experiments.intents.compared import logistic_regression, text_model, transformers
 from experiments.intents.texts import IntentSet, Vocabulary, read_set, with_lost_words
 from experiments.outputs import aligned, duration, over_seeds, with_error, write_json
 
@@ -50,12 +50,12 @@ def run(args: argparse.Namespace) -> None:
     out = writable_folder(args.out, "--out")
     vocabulary = Vocabulary.of(given.train[0])
     encoded = given.encoded(vocabulary.encode)
-    network = TextNetwork(vocabulary.size, vocabulary.length, len(given.intents))
+    build = partial(text_model, vocabulary.size, vocabulary.length, len(given.intents))
     budget = Budget(args.plain_steps, steps=args.steps, batch_size=64, weight_decay=1e-2)
     keys = jax.random.split(jax.random.key(args.seed), args.seeds)
     lose = partial(with_lost_words, rate=LOST)
     train = stacked(encoded.train, args.seeds)
-    trainer = Trainer(network, train, budget, keys, lose, encoded.validation)
+    trainer = Trainer(build, train, budget, keys, lose, encoded.validation)
     name = "TF-IDF, logistic regression"
     measured = {name: _measure(logistic_regression(given), given)}
     for name, method in transformers(trainer, encoded.validation, args.samples):

@@ -1,6 +1,5 @@
 """The methods that are compared: logistic regression, and a Transformer trained in three ways."""
 
-import dataclasses
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,12 +16,12 @@ import moment_jax as mj
 from experiments.classify import methods
 from experiments.classify.compared import Compared, compared, mc_dropout, nll
 from experiments.classify.methods import Trainer, stacked
-from experiments.classify.networks import BayesianNetwork
 from experiments.intents.texts import PADDING, IntentSet, Part
 
 KL_WEIGHTS = (0.01, 0.03, 0.1)
 STRENGTHS = (4.0, 16.0, 64.0, 256.0, 1024.0)  # C of the logistic regression
 NUM_FEATURES, NUM_HEADS, HIDDEN_FEATURES, RELATIVE_SCALE = 64, 4, 128, 0.05
+STRUCTURE: type[mj.Covariance] = mj.Separable
 
 
 class TextClassifier(nnx.Module):
@@ -45,23 +44,11 @@ class TextClassifier(nnx.Module):
         return self.head(jnp.mean(x, axis=1, where=valid[:, :, None]))
 
 
-@dataclasses.dataclass(frozen=True)
-class TextNetwork(BayesianNetwork):
-    """A text classifier without its parameters."""
-
-    num_ids: int
-    length: int
-    num_classes: int
-
-    def build(self, key: Array) -> mj.Bayesian:
-        """A new model, all weights random."""
-        sizes = self.num_ids, self.length, self.num_classes
-        network = TextClassifier(*sizes, rngs=nnx.Rngs(key))
-        options: Any = {
-            "structure": mj.STRUCTURES[self.structure],
-            "relative_scale": RELATIVE_SCALE,
-        }
-        return mj.Bayesian(network, mj.Categorical(), **options)
+def text_model(num_ids: int, length: int, num_classes: int, key: Array) -> mj.Bayesian:
+    """A new model, all weights random."""
+    network = TextClassifier(num_ids, length, num_classes, rngs=nnx.Rngs(key))
+    options: Any = {"structure": STRUCTURE, "relative_scale": RELATIVE_SCALE}
+    return mj.Bayesian(network, mj.Categorical(), **options)
 
 
 def logistic_regression(given: IntentSet) -> Compared:
@@ -92,17 +79,16 @@ def transformers(
         predict = method.predict
         return method._replace(predict=lambda t: predict(np.broadcast_to(t, (copies, *t.shape))))
 
-    plain, network = trainer.plain("plain Transformers"), trainer.network
-    at_means = methods.alone(network, methods.mean_softmax)
-    yield "plain Transformer", alike(compared(at_means, plain, trainer.keys))
+    plain = trainer.plain("plain Transformers")
+    yield "plain Transformer", alike(compared(methods.mean_softmax, plain, trainer.keys))
     yield "MC dropout", alike(mc_dropout(trainer, held_out, samples, nll))
     # From the plain networks by the ELBO of drawn networks, predicted by moments.
-    analytic = methods.alone(network, methods.moments, methods.expected_softmax)
+    analytic = methods.moments, methods.expected_softmax
 
     def bayesian(weight: float) -> Compared:
-        trained = trainer.elbo(weight, plain.state, f"Bayesian, KL weight {weight:g}")
+        trained = trainer.elbo(weight, plain.models, f"Bayesian, KL weight {weight:g}")
         trained = trained._replace(seconds=plain.seconds + trained.seconds)
-        return compared(analytic, trained, trainer.keys, kl_weight=weight)
+        return compared(analytic[0], trained, trainer.keys, analytic[1], kl_weight=weight)
 
     best = min(map(bayesian, KL_WEIGHTS), key=lambda method: nll(method.predict, held_out))
     yield "Bayesian Transformer, analytic", alike(best)

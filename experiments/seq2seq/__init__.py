@@ -10,6 +10,7 @@ factor on the network's standard deviations. Writes metrics.json and a figure, a
 """
 
 import argparse
+import dataclasses
 import datetime
 import time
 from pathlib import Path
@@ -103,8 +104,8 @@ def _train(args: argparse.Namespace, parts: Parts, scale: float) -> mj.Bayesian:
     size = min(args.batch_size, len(train.correction))
     options = {"num_steps": args.steps, "batch_size": size, "kl_weight": args.kl_weight}
     task = forecast_training.task(train, validation, **options)
-    settings = {"structure": args.structure, **options}
-    trained: mj.Bayesian = fit_saved(task, network, args, "", settings, args.seed + 1).model
+    task = dataclasses.replace(task, settings={"structure": args.structure, **options})
+    trained: mj.Bayesian = fit_saved(task, network, args, "", args.seed).model
     return trained
 
 

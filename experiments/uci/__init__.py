@@ -9,14 +9,14 @@ log-likelihoods and paired differences; writes metrics.json.
 
 import argparse
 import time
+from functools import partial
 from typing import Any
 
 import jax
 
 from experiments.command_line import InputError, Parser, named_files, writable_folder
 from experiments.outputs import aligned, summary, with_error, write_json
-from experiments.uci.methods import METHODS
-from experiments.uci.networks import Perceptron
+from experiments.uci.methods import METHODS, perceptron
 from experiments.uci.sets import RegressionSet, held_out, read_set, whole
 from experiments.uci.training import Trained, choose_and_fit
 
@@ -53,13 +53,13 @@ def run(args: argparse.Namespace) -> None:
 
 def _compare(args: argparse.Namespace, given: RegressionSet, noise: str) -> dict[str, Any]:
     """Every method's scores on every split."""
-    network = Perceptron(given.x.shape[1], NOISES[noise])
+    build = partial(perceptron, given.x.shape[1], NOISES[noise])
     parts, sizes = (held_out(given, args.seed), whole(given)), (args.steps, args.batch_size)
     records: dict[str, Any] = {}
     first: Trained | None = None
     for method in (METHODS[name] for name in dict.fromkeys(args.methods)):
         label, key = f"{given.name}, {noise}, {method.name}", jax.random.key(args.seed)
-        found = choose_and_fit(method, network, *parts, sizes, key, label)
+        found = choose_and_fit(method, build, *parts, sizes, key, label)
         first = first or found
         records[method.name] = {
             "nll": summary(found.nll.tolist()),

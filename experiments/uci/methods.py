@@ -1,4 +1,4 @@
-"""The methods: relative weight noise, the ELBO, and MC dropout; their predictive distributions."""
+"""The network and the methods: relative weight noise, the ELBO, MC dropout; their predictions."""
 
 import dataclasses
 import itertools
@@ -27,6 +27,26 @@ SPREADS = (0.01, 0.03, 0.06, 0.1, 0.2, 0.3)  # of a weight, over its magnitude
 DECAYS = (1e-4, 1.0)  # of the means: hardly any, and a prior of standard deviation 1
 LEAST = 1e-6  # magnitude that every weight counts as having, and biases have: next to no noise
 RATES = (0.005, 0.01, 0.05, 0.1)  # of MC dropout, those of the published search
+
+
+HIDDEN = 50
+RELATIVE_SCALE = 0.03  # spreads begin small, or units are pruned before they have learned anything
+START_LOG_NOISE = -1.0
+
+
+def perceptron(num_features: int, num_outputs: int, key: Array) -> mj.Bayesian:
+    """A new model of rows (N, D), of one hidden layer of 50 ReLU units.
+
+    It has one output, the mean, or two, the mean and the logarithm of the noise variance. Hidden units
+    are independent, for the input is certain: one output needs variances alone.
+    """
+    network = mj.nn.MLP([num_features, HIDDEN, num_outputs], rngs=nnx.Rngs(key))
+    options: dict[str, Any] = {"structure": mj.Full, "relative_scale": RELATIVE_SCALE}
+    if num_outputs == 2:
+        return mj.Bayesian(network, mj.objectives.HeteroscedasticGaussian(), **options)
+    model = mj.Bayesian(network, mj.Gaussian(), **options | {"structure": mj.Diagonal})
+    model.noise.set_value(jnp.asarray(START_LOG_NOISE))
+    return model
 
 
 class Mixture(NamedTuple):

@@ -10,11 +10,11 @@ import numpy as np
 from jax import Array
 
 import moment_jax as mj
-from experiments.progress import Progress
-from experiments.training import Task, clipped_adam
+from experiments.training import Progress, Task, clipped_adam
 from experiments.uci.methods import Method, Setting
-from experiments.uci.networks import Perceptron
 from experiments.uci.sets import Rows, Splits, mean_over_rows
+
+Build = Callable[[Array], mj.Bayesian]  # of a key
 
 RISE = 0.5  # share of the updates in which the KL's weight rises from 0 to 1
 LEARNING_RATE = 0.02
@@ -33,7 +33,7 @@ class Trained(NamedTuple):
 
 
 def choose_and_fit(
-    method: Method, network: Perceptron, validation: Splits, test: Splits, sizes: tuple[int, int],
+    method: Method, build: Build, validation: Splits, test: Splits, sizes: tuple[int, int],
     key: Array, label: str,
 ) -> Trained:  # fmt: skip
     """Train every candidate on a part of each split's training rows, then the best on all of them.
@@ -42,7 +42,7 @@ def choose_and_fit(
     `sizes`: updates, and rows of each.
     """
     count = len(validation.scale)
-    fit, scores = _programs(method, network, sizes, jax.random.split(key, count))
+    fit, scores = _programs(method, build, sizes, jax.random.split(key, count))
     candidates = [
         {name: np.full(count, value, np.float32) for name, value in candidate.items()}
         for candidate in method.candidates
@@ -66,7 +66,7 @@ def choose_and_fit(
 
 
 def _programs(
-    method: Method, network: Perceptron, sizes: tuple[int, int], keys: Array
+    method: Method, build: Build, sizes: tuple[int, int], keys: Array
 ) -> tuple[Callable[..., Any], Callable[..., list[np.ndarray]]]:
     """Training and scores of all splits side by side, compiled once for all settings."""
     num_steps, batch_size = sizes
@@ -81,13 +81,13 @@ def _programs(
         return method.loss(model, setting, draw_key, batch, share, num_rows)
 
     task = Task("", loss, clipped_adam(LEARNING_RATE, num_steps), num_steps)
-    training = task.start(network.build(keys[0]))[0]
+    training = task.start(build(keys[0]))[0]
     advance = jax.jit(jax.vmap(training.advance, (0, 0, None, None)))
 
     @jax.jit
     @jax.vmap
     def start(key: Array) -> Any:
-        return task.start(network.build(key))[1]
+        return task.start(build(key))[1]
 
     def fit(setting: Any, rows: Rows, label: str) -> Any:
         progress, given = (

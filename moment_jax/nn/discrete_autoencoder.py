@@ -219,13 +219,6 @@ class DiscreteAutoencoder(nnx.Module):
             decoded = Moments(decoded, Diagonal(jnp.zeros_like(decoded)))
         return jnp.sum(likelihoods.expected(self.likelihood, target, decoded), axis=-1)
 
-    def sample_images(self, key: Array, num_images: int) -> tuple[Array, Array | Moments]:
-        """Codes (N, T) from the uniform prior, and their patches or the patches' moments."""
-        if num_images < 1:
-            raise ValueError(f"`sample_images` needs num_images >= 1. Got {num_images}.")
-        codes = jax.random.randint(key, (num_images, self.num_tokens), 0, self.num_codes)
-        return codes, self.decode(jax.nn.one_hot(codes, self.num_codes))
-
 
 def _num_tokens(patches: Patches, image_size: int, num_codes: int) -> int:
     """T, the number of patches of an image; raises if sizes do not fit."""

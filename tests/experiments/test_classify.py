@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import moment_jax as mj
 from experiments import classify, draws
 from experiments.__main__ import main
 from experiments.classify import compared, images, scores
 from experiments.classify.images import Task
 from experiments.classify.methods import relative
-from experiments.classify.networks import Network
 from experiments.data import Images
 from moment_jax.inference import laplace_approximation
 
@@ -39,7 +39,8 @@ def test_the_temperature_is_found_that_probabilities_were_made_with():
 
 
 def test_spreads_are_those_of_the_noise_that_was_trained_with():
-    beliefs = relative(Network(8, 4).build(jax.random.key(0)), 0.1).beliefs
+    network = mj.nn.MLP([3, 4, 2], rngs=nnx.Rngs(0))
+    beliefs = relative(mj.Bayesian(network), 0.1).beliefs
     draw = jax.jit(jax.vmap(draws.relative(beliefs, 0.1)))
     drawn = draw(jax.random.split(jax.random.key(1), 500))
     for belief, arrays in zip(draws.beliefs(beliefs), jax.tree.leaves(drawn), strict=True):
@@ -49,9 +50,9 @@ def test_spreads_are_those_of_the_noise_that_was_trained_with():
 
 
 def test_dropout_drops_whole_inputs_of_kernels():
-    beliefs = Network(8, 4).build(jax.random.key(0)).beliefs
-    before, after = draws.means(beliefs), draws.dropout(beliefs, 0.5)(jax.random.key(1))
-    attention, dropped = (x["encoder"]["blocks"][0]["attention"] for x in (before, after))
+    network = nnx.MultiHeadAttention(2, 16, decode=False, rngs=nnx.Rngs(0))
+    beliefs = mj.Bayesian(network).beliefs
+    attention, dropped = draws.means(beliefs), draws.dropout(beliefs, 0.5)(jax.random.key(1))
     for name, outputs in (("query", (1, 2)), ("out", (2,))):  # (in, H, K) and (H, K, out)
         ratio = dropped[name]["kernel"] / attention[name]["kernel"]
         np.testing.assert_array_equal(ratio.min(axis=outputs), ratio.max(axis=outputs))
@@ -59,15 +60,25 @@ def test_dropout_drops_whole_inputs_of_kernels():
         np.testing.assert_array_equal(dropped[name]["bias"], attention[name]["bias"])
 
 
+class Flat(nnx.Module):
+    """In the place of the Transformer, whose gradients take minutes to compile."""
+
+    def __init__(self, rngs):
+        self.head = nnx.Linear(64, 10, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(x.reshape(len(x), -1))
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*the edge of the range:UserWarning")
 def test_the_comparison(tmp_path, monkeypatch):
     whole = images.load("digits", (0, 1))
     few = [Images(part.images[:, :60], part.labels[:, :60]) for part in whole[:3]]
-    small = Network(8, 4, structure="Diagonal")
     for owner, name, value in (
         (images, "load", lambda *_: Task(*few, whole.background, 4)),
-        (Network, "of", classmethod(lambda cls, task: small)),
+        (images, "vision_transformer", lambda key, **_: Flat(nnx.Rngs(key))),
+        (images, "STRUCTURE", mj.Diagonal),
         (images, "ANGLES", (0, 45, 60)),
         (compared, "RATES", (0.1,)),
         (compared, "LAPLACE", {"last-layer Laplace": nnx.PathContains("head")}),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import moment_jax as mj
 from experiments.__main__ import main
@@ -14,9 +15,11 @@ from experiments.discrete import models, scores
 
 @pytest.mark.slow
 def test_the_experiment(tmp_path, monkeypatch):
-    tiny = {"NUM_FEATURES": 8, "HIDDEN_FEATURES": 6, "NUM_BLOCKS": 1, "NUM_CODES": 4}
-    for name, value in tiny.items():
-        monkeypatch.setattr(models, name, value)
+    """Linear layers are in the place of the Transformers, whose gradients take minutes to compile."""
+    encoder, decoder = (nnx.Linear(*s, rngs=nnx.Rngs(0)) for s in ((16, 4), (4, 16)))
+    sizes = {"patches": mj.nn.Patches(4), "image_size": 8, "num_codes": 4}
+    network = mj.nn.DiscreteAutoencoder(encoder, decoder, **sizes)
+    monkeypatch.setattr(models, "autoencoder", lambda seed: network)
     options = "--steps 2 --plain-steps 3 --batch-size 4 --draws 2 --structure Diagonal"
     assert main(["discrete", *options.split(), "--out", str(tmp_path)]) == 0
     metrics = json.loads((tmp_path / "metrics.json").read_text())

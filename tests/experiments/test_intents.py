@@ -1,19 +1,18 @@
 """The intents command at a tiny size: its files, its words, its padding, and what training may see."""
 
 import json
-from functools import partial
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
-from experiments import intents
+import moment_jax as mj
 from experiments.__main__ import main
 from experiments.classify import compared as classify_compared
 from experiments.classify import methods
 from experiments.intents import compared
-from experiments.intents.compared import TextNetwork
+from experiments.intents.compared import text_model
 from experiments.intents.texts import BUCKETS, KEYS, PADDING, Vocabulary, read_set
 
 
@@ -55,12 +54,18 @@ def test_words_are_of_the_training_texts_and_others_share_buckets():
     np.testing.assert_array_equal(ids, vocabulary.encode(["PLAY the zither", "", "play " * 3]))
 
 
+@pytest.fixture
+def tiny(monkeypatch):
+    for name, value in (("NUM_FEATURES", 8), ("HIDDEN_FEATURES", 8), ("STRUCTURE", mj.Diagonal)):
+        monkeypatch.setattr(compared, name, value)
+
+
+@pytest.mark.usefixtures("tiny")
 def test_padding_has_no_influence():
     ids = np.asarray([[3, 7, 3, 0, 0, 0], [5, 6, 7, 8, 9, 1]], np.int32)
-    network = TextNetwork(20, 6, 3)
     moments = nnx.jit(lambda model, ids: methods.moments(model, None, ids))
     plain = nnx.jit(lambda model, ids: methods.mean_logits(model, None, ids))
-    model = network.build(jax.random.key(0))
+    model = text_model(20, 6, 3, jax.random.key(0))
     found = moments(model, ids)
     for given, alone in zip(found, moments(model, ids[:1, :3]), strict=True):
         np.testing.assert_allclose(alone[0], given[0], atol=1e-5)
@@ -102,15 +107,24 @@ def test_one_of_several_sets_is_named(tmp_path, refused):
     refused(["intents", "--data-dir", tmp_path], "--set with one of a, b")
 
 
+class Shallow(nnx.Linear):
+    """In the place of the encoder, whose gradients take minutes to compile."""
+
+    def __init__(self, num_blocks, num_features, num_heads, *, rngs, **options):
+        super().__init__(num_features, num_features, rngs=rngs)
+
+    def __call__(self, x, mask):
+        return super().__call__(x)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("tiny")
 def test_the_comparison(tmp_path, monkeypatch):
     for owner, name, value in (
-        (compared, "NUM_FEATURES", 8),
-        (compared, "HIDDEN_FEATURES", 8),
+        (mj.nn, "Encoder", Shallow),
         (compared, "STRENGTHS", (10.0,)),
         (compared, "KL_WEIGHTS", (0.1,)),
         (classify_compared, "RATES", (0.1,)),
-        (intents, "TextNetwork", partial(TextNetwork, structure="Diagonal")),
     ):
         monkeypatch.setattr(owner, name, value)
     (tmp_path / "a.json").write_bytes(changed())

@@ -10,7 +10,7 @@ import pytest
 
 from experiments import uci
 from experiments.__main__ import main
-from experiments.uci import methods, networks, sets, training
+from experiments.uci import methods, sets, training
 from experiments.uci.methods import METHODS
 
 
@@ -80,7 +80,7 @@ def test_bad_folders_and_names_are_told(tmp_path, refused):
 
 @pytest.mark.slow
 def test_the_regression(tmp_path, monkeypatch):
-    monkeypatch.setattr(networks, "HIDDEN", 4)
+    monkeypatch.setattr(methods, "HIDDEN", 4)
     monkeypatch.setattr(methods, "NUM_DRAWS", 8)
     monkeypatch.setattr(training, "FACTORS", training.FACTORS[::8])
     for name, method in METHODS.items():
