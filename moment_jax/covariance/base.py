@@ -140,7 +140,7 @@ class Covariance(abc.ABC):
         `landmarks` is for structures that keep what tokens share at some tokens alone: see `Separable`.
         """
         del landmarks
-        return cls.project(jnp.zeros(2 * sequence_shape(cls, shape), dtype))
+        return cls.independent(jnp.zeros(sequence_shape(cls, shape), dtype))
 
     @classmethod
     def independent(cls, variance: Array) -> Self:

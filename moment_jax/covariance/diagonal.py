@@ -10,12 +10,7 @@ from jax import Array
 
 from moment_jax.covariance.base import Covariance, RandomKernel, check_dense
 from moment_jax.covariance.cross import DiagonalCross
-from moment_jax.covariance.fields import (
-    check_fields,
-    check_variances,
-    register_fields,
-    sequence_shape,
-)
+from moment_jax.covariance.fields import check_fields, check_variances, register_fields
 from moment_jax.covariance.numerics import safe_sqrt, vector_variance
 from moment_jax.xla import diagonal_matrix
 
@@ -46,16 +41,6 @@ class Diagonal(Covariance):
         call = "Diagonal(variances)"
         check_fields(call, "For one token, pass vector[None, :].", _other_shapes, self.variances)
         check_variances(call, self.variances)
-
-    @classmethod
-    def zeros(
-        cls,
-        shape: tuple[int, ...],
-        dtype: jnp.dtype | type = jnp.float32,
-        landmarks: int | None = None,
-    ) -> Self:
-        del landmarks
-        return cls.unchecked(jnp.zeros(sequence_shape(cls, shape), dtype))
 
     @classmethod
     def project(cls, dense: Array) -> Self:
