@@ -18,7 +18,9 @@ from jax.custom_batching import custom_vmap
 
 from moment_jax.xla import diagonal_of
 
-_PANEL = 16  # columns of a factor at a time, which saves memory traffic where there are many
+_PANEL = (
+    16  # columns of a factor at a time, which saves memory traffic; one program for all of them
+)
 _LEAF = 40  # up to this many rows are eliminated one by one; wider matrices are halved
 _MOST_LEAVES = 16  # of any matrix, so that programs do not grow with its width
 
@@ -50,32 +52,35 @@ def psd_cholesky(cov: Array, *, bounded: bool = False) -> Array:
     of the diagonal: then L L^T of an indefinite matrix is a semidefinite one near it, whose diagonal is
     the same up to rounding.
     """
-    own = diagonal_of(cov)
-    least = len(cov) * jnp.finfo(cov.dtype).eps * own
-    root = jnp.zeros((len(cov), 0), cov.dtype)
-    for first in range(0, len(cov), _PANEL):
-        here, below = slice(first, first + _PANEL), slice(first, None)
-        left = cov[below, here] - dot(root[below], root[here].T)
-        rest = own[below] - jnp.sum(root[below] ** 2, axis=1) if bounded else None
-        panel = _panel(left, least[here], rest)
-        root = jnp.concatenate([root, jnp.pad(panel, ((first, 0), (0, 0)))], axis=1)
-    return root
+    size, width = len(cov), min(len(cov), _PANEL)
+    padding = -size % width
+    cov = jnp.pad(cov, (0, padding))
+    own, rows = diagonal_of(cov), jnp.arange(size + padding)
+    least = size * jnp.finfo(cov.dtype).eps * own
 
+    def add_panel(k: Array | int, root: Array) -> Array:
+        """The next columns, from what the ones before leave of the matrix."""
+        first = k * width
+        before = jax.lax.dynamic_slice_in_dim(root, first, width)
+        left = jax.lax.dynamic_slice_in_dim(cov, first, width, axis=1) - dot(root, before.T)
+        rest = own - jnp.sum(root**2, axis=1)
 
-def _panel(left: Array, least: Array, rest: Array | None) -> Array:
-    """The next columns of L, from what earlier ones leave of them (m, k) and of the diagonal (m,)."""
-    rows = jnp.arange(len(left))
+        def add_column(j: Array, panel: Array) -> Array:
+            row = first + j
+            column = left[:, j] - dot(panel, panel[row])
+            usable = ~(column[row] <= least[row])  # written so that NaN stays NaN
+            column = column / jnp.sqrt(jnp.where(usable, column[row], 1))
+            if bounded:
+                most = jnp.sqrt(jnp.maximum(rest - jnp.sum(panel**2, axis=1), 0))
+                column = jnp.clip(column, -most, most)
+            return panel.at[:, j].set(jnp.where(usable & (rows >= row), column, 0))
 
-    def add_column(j: Array, panel: Array) -> Array:
-        column = left[:, j] - dot(panel, panel[j])
-        usable = ~(column[j] <= least[j])  # written so that NaN stays NaN
-        column = column / jnp.sqrt(jnp.where(usable, column[j], 1))
-        if rest is not None:
-            most = jnp.sqrt(jnp.maximum(rest - jnp.sum(panel**2, axis=1), 0))
-            column = jnp.clip(column, -most, most)
-        return panel.at[:, j].set(jnp.where(usable & (rows >= j), column, 0))
+        panel = jax.lax.fori_loop(0, width, add_column, jnp.zeros_like(left))
+        return jax.lax.dynamic_update_slice_in_dim(root, panel, first, axis=1)
 
-    return jax.lax.fori_loop(0, left.shape[1], add_column, jnp.zeros_like(left))
+    root, count = jnp.zeros_like(cov), (size + padding) // width
+    root = add_panel(0, root) if count == 1 else jax.lax.fori_loop(0, count, add_panel, root)
+    return root[:size, :size]
 
 
 def inverse_root(matrix: Array, least: float | None = None) -> Array:

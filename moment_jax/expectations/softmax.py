@@ -1,4 +1,9 @@
-"""Softmax of one row of Gaussian scores: mean, covariance, expected Jacobian; mean logsumexp."""
+"""Softmax of one row of Gaussian scores: mean, covariance, expected Jacobian; mean logsumexp.
+
+In the letters of the formulas: q is E[softmax], R the scores' covariance, J and X the Jacobian at q and
+the expected one.
+"""
+# ruff: noqa: N803, N806
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -92,16 +97,14 @@ def softmax_expansion(mean: Array, cov: Array, mask: Array | None = None) -> Sof
     """
     mean, cov, keep = checked_row("softmax_expansion", mean, cov, mask)
     q = _mean(mean, cov, keep)
-    at_mean = softmax_jacobian(q)
-    jacobian = expected_softmax_jacobian(q, cov)
-    second = _hessian_term(q, cov, at_mean)
+    J, X = softmax_jacobian(q), expected_softmax_jacobian(q, cov)
+    second = _hessian_term(q, cov, J)
     # The expected Hessian is smaller than the one at q, by about the squared gain of the Jacobian, and
     # adds less than half of the first term's variance. Both were chosen by the error against samples.
-    gain = _quotient(_trace(jacobian), _trace(at_mean)) ** 4
-    trace = _trace(sandwich(jacobian, cov))
-    return SoftmaxExpansion(
-        q, jacobian, gain * _quotient(trace, trace + 2.0 * gain * _trace(second)) * second
-    )
+    gain = _quotient(_trace(X), _trace(J)) ** 4
+    trace = _trace(sandwich(X, cov))
+    rest = gain * _quotient(trace, trace + 2.0 * gain * _trace(second)) * second
+    return SoftmaxExpansion(q, X, rest)
 
 
 def _trace(matrix: Array) -> Array:
@@ -126,25 +129,25 @@ def logsumexp_mean(mean: Array, cov: Array, *, mask: Array | None = None) -> Arr
     """
     mean, cov, keep = checked_row("logsumexp_mean", mean, cov, mask)
     row = _Row(cov)
-    raised = jnp.where(keep, mean, 0.0) + 0.5 * row.variance()
+    diag_R = row.variance()
+    raised = jnp.where(keep, mean, 0.0) + 0.5 * diag_R
     a = _mean(mean, cov, keep)
-    product = row.matvec(a)
-    step = 1 / (1 + 0.5 * jnp.maximum(jnp.vdot(a, row.variance()) - jnp.vdot(a, product), 0.0))
-    a = (1 - step) * a + step * masked_softmax(raised - product, keep)
-    product = row.matvec(a)
-    return jax.nn.logsumexp(raised - product, where=keep) + 0.5 * jnp.vdot(a, product)
+    Ra = row.matvec(a)
+    step = 1 / (1 + 0.5 * jnp.maximum(jnp.vdot(a, diag_R) - jnp.vdot(a, Ra), 0.0))
+    a = (1 - step) * a + step * masked_softmax(raised - Ra, keep)
+    Ra = row.matvec(a)
+    return jax.nn.logsumexp(raised - Ra, where=keep) + 0.5 * jnp.vdot(a, Ra)
 
 
-def _hessian_term(q: Array, cov: Array, at_mean: Array) -> Array:
-    """Half of tr(H_i cov H_k cov), H_i = q_i ((e_i - q)(e_i - q)^T - J) the Hessian of softmax_i at q.
+def _hessian_term(q: Array, cov: Array, J: Array) -> Array:
+    """Half of tr(H_i R H_k R), H_i = q_i ((e_i - q)(e_i - q)^T - J) the Hessian of softmax_i at q.
 
-    Positive semidefinite (a Gram matrix), with rows that sum to 0.
+    R is the covariance. Positive semidefinite (a Gram matrix), with rows that sum to 0.
     """
-    cov = diagonal_matrix(cov) if cov.ndim == 1 else cov
-    contrasts = between_contrasts(cov, q)
-    bent = cov @ at_mean @ cov
-    own = diagonal_of(between_contrasts(bent, q))
-    inner = contrasts**2 - own[:, None] - own[None, :] + jnp.sum(bent * at_mean)
+    R = diagonal_matrix(cov) if cov.ndim == 1 else cov
+    RJR = R @ J @ R
+    own = diagonal_of(between_contrasts(RJR, q))
+    inner = between_contrasts(R, q) ** 2 - own[:, None] - own[None, :] + jnp.sum(RJR * J)
     return 0.5 * q[:, None] * q[None, :] * inner
 
 
@@ -208,31 +211,30 @@ def expected_softmax_jacobian(probabilities: Array, cov: Array) -> Array:
 
 @jax.custom_jvp
 def _expected(q: Array, cov: Array) -> Array:
-    at_mean = softmax_jacobian(q)
-    stiffness = _stiffness(q, cov)
-    start = 2.0 / (1.0 + stiffness) * at_mean
-    x = _heavy_ball(lambda x: at_mean - x - sandwich(x, cov), start, stiffness, at_mean)
-    return 0.5 * (x + x.T)
+    J, stiffness = softmax_jacobian(q), _stiffness(q, cov)
+    X = 2.0 / (1.0 + stiffness) * J
+    X = _heavy_ball(lambda X: J - X - sandwich(X, cov), X, stiffness, J)
+    return 0.5 * (X + X.T)
 
 
 @_expected.defjvp
 def _expected_jvp(primals: Pair, tangents: Pair) -> Pair:
     """Solve dX + dX R X + X R dX = dJ - X dR X."""
     (q, cov), (dq, dcov) = primals, tangents
-    x = _expected(q, cov)
-    slope = x * cov[None, :] if cov.ndim == 1 else x @ cov
+    X = _expected(q, cov)
+    XR = X * cov[None, :] if cov.ndim == 1 else X @ cov
     dcov = materialized(dcov)  # a constant's zeros would be a broadcast right operand
-    outer = dq[:, None] * q[None, :]
-    right = diagonal_matrix(dq) - outer - outer.T - sandwich(x, dcov)
+    dqq = dq[:, None] * q[None, :]
+    right = diagonal_matrix(dq) - dqq - dqq.T - sandwich(X, dcov)
     stiffness = jax.lax.stop_gradient(_stiffness(q, cov))
 
     def solve(matvec: Callable[[Array], Array], b: Array) -> Array:
-        return _heavy_ball(lambda d: b - matvec(d), jnp.zeros_like(b), stiffness, b)
+        return _heavy_ball(lambda dX: b - matvec(dX), jnp.zeros_like(b), stiffness, b)
 
-    dx = jax.lax.custom_linear_solve(
-        lambda d: d + d @ slope.T + slope @ d, right, solve, transpose_solve=solve
+    dX = jax.lax.custom_linear_solve(
+        lambda dX: dX + dX @ XR.T + XR @ dX, right, solve, transpose_solve=solve
     )
-    return x, dx
+    return X, dX
 
 
 def sandwich(x: Array, cov: Array) -> Array:
@@ -271,8 +273,8 @@ def between_contrasts(cov: Array, q: Array) -> Array:
     """(e_i - q)^T cov (e_k - q), for a symmetric cov of shape (C, C) or (C,)."""
     if cov.ndim == 1:
         cov = diagonal_matrix(cov)
-    pulled = cov @ q
-    return cov - pulled[:, None] - pulled[None, :] + jnp.vdot(q, pulled)
+    Rq = cov @ q
+    return cov - Rq[:, None] - Rq[None, :] + jnp.vdot(q, Rq)
 
 
 def checked_row(

@@ -1,4 +1,8 @@
-"""E[softmax(s)] for rows of Gaussian scores, from variances of shrunken contrasts."""
+"""E[softmax(s)] for rows of Gaussian scores, from variances of shrunken contrasts.
+
+In the letters of the formula in `expected_softmax`: R, a, v, u, h.
+"""
+# ruff: noqa: N803, N806
 
 from typing import Any, NamedTuple, Protocol
 
@@ -71,17 +75,17 @@ def expected_softmax(
       masked).
     """
     start = _Start.of(mean, cov, mask)
-    weights, step = start.flattened, start.step
+    a, step = start.flattened, start.step
     for iteration in range(num_iterations):
-        weights = materialized(weights)
-        pulled = cov.matvec(weights)
-        contrast = _contrast(weights, start.variance, pulled)
-        shrink = materialized(_shrinkage(weights, contrast, pulled, cov, mask))
-        raised = mean + 0.5 * shrink * contrast
+        a = materialized(a)
+        Ra = cov.matvec(a)
+        v = _contrast_variance(a, start.diag_R, Ra)
+        shrink = materialized(_shrinkage(a, v, Ra, cov, mask))
+        raised = mean + 0.5 * shrink * v
         if iteration == 0:
             step = start.shorter_step(raised)
-        weights = (1 - step) * weights + step * masked_softmax(raised, mask)
-    return start.last_step(weights, step, shrink)
+        a = (1 - step) * a + step * masked_softmax(raised, mask)
+    return start.last_step(a, step, shrink)
 
 
 def quick_expected_softmax(mean: Array, cov: RowCovariance, mask: Array | None = None) -> Array:
@@ -95,50 +99,49 @@ def quick_expected_softmax(mean: Array, cov: RowCovariance, mask: Array | None =
     10; `expected_softmax` 0.001, 0.008, 0.09, 0.23, 0.43 and 0.56.
     """
     start = _Start.of(mean, cov, mask)
-    weights, contrast = start.weights, start.contrast
-    unit = _unit(contrast, mask)
-    scaled = weights * (contrast / unit)
-    ratio = safe_divide(_total(scaled**2), _total(scaled))
-    shrink = 1 / (1 + _gain(weights, contrast) * unit * ratio)
-    raised = mean + 0.5 * shrink * contrast
+    a, v = start.a, start.v
+    unit = _unit(v, mask)
+    av = a * (v / unit)
+    shrink = 1 / (1 + _gain(a, v) * unit * safe_divide(_total(av**2), _total(av)))
+    raised = mean + 0.5 * shrink * v
     step = start.shorter_step(raised)
-    weights = (1 - step) * start.flattened + step * masked_softmax(raised, mask)
-    return start.last_step(weights, step, shrink)
+    a = (1 - step) * start.flattened + step * masked_softmax(raised, mask)
+    return start.last_step(a, step, shrink)
 
 
 class _Start(NamedTuple):
     """The rows, and what follows from the softmax of their means."""
 
     mean: Array
-    cov: RowCovariance
+    cov: RowCovariance  # R
     mask: Array | None
-    variance: Array  # diag(R)
-    weights: Array  # softmax of the mean
-    contrast: Array  # their v
+    diag_R: Array  # noqa: N815
+    a: Array  # softmax of the mean
+    v: Array
     flattened: Array  # softmax of MacKay's flattened scores
     step: Array  # step size, smaller with more noise, (..., 1)
     log_total: Array  # logsumexp of the mean, (..., 1)
 
     @classmethod
     def of(cls, mean: Array, cov: RowCovariance, mask: Array | None) -> "_Start":
-        variance, weights = cov.variance(), masked_softmax(mean, mask)
-        contrast = _contrast(weights, variance, cov.matvec(weights))
-        spread = _total(weights * contrast)
-        log_total = _highest(mean, mask) - jnp.log(_nonzero(_max(weights)))
+        diag_R, a = cov.variance(), masked_softmax(mean, mask)
+        v = _contrast_variance(a, diag_R, cov.matvec(a))
+        spread = _total(a * v)
+        log_total = _highest(mean, mask) - jnp.log(_nonzero(_max(a)))
         flattened = masked_softmax(mean / jnp.sqrt(1 + jnp.pi / 8 * spread), mask)
-        step = 1 / jnp.sqrt(1 + spread / 2)
-        return cls(mean, cov, mask, variance, weights, contrast, flattened, step, log_total)
+        return cls(
+            mean, cov, mask, diag_R, a, v, flattened, 1 / jnp.sqrt(1 + spread / 2), log_total
+        )
 
     def shorter_step(self, raised: Array) -> Array:
         """Shorten the step where noise would lift a weight above one, outside the quadratic's range."""
         return self.step / (1 + nonnegative(_highest(raised, self.mask) - self.log_total))
 
-    def last_step(self, weights: Array, step: Array, shrink: Array) -> Array:
-        """A step with the new weights' contrasts and the previous shrinkage, for one product with R."""
-        weights = materialized(weights)
-        contrast = _contrast(weights, self.variance, self.cov.matvec(weights))
-        raised = self.mean + 0.5 * shrink * contrast
-        return (1 - step) * weights + step * masked_softmax(raised, self.mask)
+    def last_step(self, a: Array, step: Array, shrink: Array) -> Array:
+        """A step with the new weights' v and the previous shrinkage, for one product with R."""
+        a = materialized(a)
+        v = _contrast_variance(a, self.diag_R, self.cov.matvec(a))
+        return (1 - step) * a + step * masked_softmax(self.mean + 0.5 * shrink * v, self.mask)
 
 
 @jax.custom_jvp
@@ -186,51 +189,47 @@ def _max_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Arra
     return _max(array), jnp.sum(jnp.where(here, change, 0), axis=-1, keepdims=True)
 
 
-def _unit(contrast: Array, mask: Array | None) -> Array:
+def _unit(v: Array, mask: Array | None) -> Array:
     """A unit that keeps squares finite; it cancels, and so counts as constant."""
-    return jnp.maximum(1, jax.lax.stop_gradient(_highest(contrast, mask)))
+    return jnp.maximum(1, jax.lax.stop_gradient(_highest(v, mask)))
 
 
 def _nonzero(x: Array) -> Array:
     return jnp.where(x > 0, x, 1)
 
 
-def _contrast(weights: Array, variance: Array, pulled: Array) -> Array:
-    """Var[s_i - a^T s], given R a; 0 where it is rounding, with the full derivative at zero R.
+def _contrast_variance(a: Array, diag_R: Array, Ra: Array) -> Array:
+    """The v of `expected_softmax`; 0 where it is rounding, with the full derivative at zero R.
 
     The key with nearly all of a row's weight has next to none, and quotients of rounding errors would
     decide its shrinkage.
     """
-    common = _total(weights * pulled)
-    contrast = variance - 2 * pulled + common
-    rounding = 16 * jnp.finfo(pulled.dtype).eps * (variance + jnp.abs(pulled) + jnp.abs(common))
-    return jnp.where(contrast < rounding, 0, contrast)
+    aRa = _total(a * Ra)
+    v = diag_R - 2 * Ra + aRa
+    rounding = 16 * jnp.finfo(Ra.dtype).eps * (diag_R + jnp.abs(Ra) + jnp.abs(aRa))
+    return jnp.where(v < rounding, 0, v)
 
 
-def _shrinkage(
-    weights: Array, contrast: Array, pulled: Array, cov: ScoreCovariance, mask: Array | None
-) -> Array:
-    """The h / v of `expected_softmax`, given v (`contrast`) and R a (`pulled`).
+def _shrinkage(a: Array, v: Array, Ra: Array, cov: ScoreCovariance, mask: Array | None) -> Array:
+    """The h / v of `expected_softmax`, which is 1 / (1 + gain u / v).
 
     It is 1 where v is 0. The quotient of h and v would not be, and the key with nearly all of a row's
     weight has a v that vanishes in float32.
     """
     # In units of the largest: sum_j a_j (R_ij - (R a)_j)^2 minus (sum_j a_j (R_ij - (R a)_j))^2.
-    unit = _unit(contrast, mask)
-    scaled = pulled / unit
-    second = (
-        cov.square_matvec(weights, unit)
-        - 2 * cov.matvec(weights * scaled) / unit
-        + _total(weights * scaled**2)
-        - (scaled - _total(weights * scaled)) ** 2
+    unit = _unit(v, mask)
+    Ra = Ra / unit
+    u = (
+        cov.square_matvec(a, unit)
+        - 2 * cov.matvec(a * Ra) / unit
+        + _total(a * Ra**2)
+        - (Ra - _total(a * Ra)) ** 2
     )
-    gain = _gain(weights, contrast)
     # In units again, so that derivatives contain no squared variance.
-    ratio = safe_divide(nonnegative(second), contrast / unit)
-    return 1 / (1 + gain * unit * ratio)
+    return 1 / (1 + _gain(a, v) * unit * safe_divide(nonnegative(u), v / unit))
 
 
-def _gain(weights: Array, contrast: Array) -> Array:
-    """The average fraction of the Jacobian at the weights that survives, (..., 1)."""
-    ratio = safe_divide(_total(weights**2 * contrast), nonnegative(_total(weights * (1 - weights))))
+def _gain(a: Array, v: Array) -> Array:
+    """2 / (1 + sqrt(1 + 4 tr(J R J) / tr J)): what of the Jacobian at the weights survives, (..., 1)."""
+    ratio = safe_divide(_total(a**2 * v), nonnegative(_total(a * (1 - a))))
     return 2 / (1 + jnp.sqrt(1 + 4 * ratio))
