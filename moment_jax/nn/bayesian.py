@@ -22,7 +22,7 @@ from moment_jax.objectives.moments import labels_of, over_batch
 from moment_jax.posterior import Factorized, FullNormal, Point, Posterior, sample_params
 from moment_jax.propagation import PropagationError, propagate
 from moment_jax.propagation import linearised as linearise
-from moment_jax.propagation.errors import Steps, shapes, takes, with_axes
+from moment_jax.propagation.errors import Steps, explain, takes, with_axes
 from moment_jax.propagation.propagator import is_random_input
 from moment_jax.xla import with_automatic_axes
 
@@ -482,17 +482,11 @@ class Bayesian(nnx.Module):
         if takes(plain, as_one(axes)):
             return
         rule = f"`mj.Bayesian` takes the first {axes} axes of its inputs as a batch"
-        got, raised = f"Got inputs of shape {shapes(inputs)}", f"The network raised: {error}"
-        if takes(plain, as_one(0)):
-            raise ValueError(
-                f"{rule}, and a single example of this model has all of theirs. {got}. For one input, "
-                f"use x[None]{'' if axes == 1 else ', once for each axis'}. {raised}"
-            ) from error
-        if takes(plain, as_one(axes + 1)):
-            raise ValueError(
-                f"{rule}, and a single example of this model has one axis less. {got}. Give "
-                f"batch_axes={axes + 1}. {raised}"
-            ) from error
+        one, raised = "a single example of this model has", f"The network raised: {error}"
+        mend = f"For one input, use x[None]{'' if axes == 1 else ', once for each axis'}. {raised}"
+        more = f"Give batch_axes={axes + 1}. {raised}"
+        whole = plain, as_one(0), f"{one} all of theirs", mend
+        explain(rule, inputs, error, whole, (plain, as_one(axes + 1), f"{one} one axis less", more))
 
 
 def expected_log_likelihoods(likelihood: Any, y: Array, moments: Moments) -> Array:
