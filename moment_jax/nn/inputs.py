@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from moment_jax.covariance import Covariance, Moments
-from moment_jax.propagation import PropagationError
-from moment_jax.propagation.errors import shapes, takes, with_axes
+from moment_jax.propagation import PropagationError, errors
+from moment_jax.propagation.errors import takes, with_axes
 from moment_jax.propagation.propagator import is_random_input
 
 
@@ -62,14 +62,10 @@ def explain(plain: Any, inputs: tuple[Any, ...], options: Any, axes: int, error:
     if takes(plain, as_one(axes)):
         return
     rule = f"`mj.Bayesian` takes the first {axes} axes of its inputs as a batch"
-    got, raised = f"Got inputs of shape {shapes(inputs)}", f"The network raised: {error}"
-    if takes(plain, as_one(0)):
-        raise ValueError(
-            f"{rule}, and a single example of this model has all of theirs. {got}. For one input, "
-            f"use x[None]{'' if axes == 1 else ', once for each axis'}. {raised}"
-        ) from error
-    if takes(plain, as_one(axes + 1)):
-        raise ValueError(
-            f"{rule}, and a single example of this model has one axis less. {got}. Give "
-            f"batch_axes={axes + 1}. {raised}"
-        ) from error
+    one, raised = "a single example of this model has", f"The network raised: {error}"
+    mend = f"For one input, use x[None]{'' if axes == 1 else ', once for each axis'}. {raised}"
+    more = f"Give batch_axes={axes + 1}. {raised}"
+    whole = plain, as_one(0), f"{one} all of theirs", mend
+    errors.explain(
+        rule, inputs, error, whole, (plain, as_one(axes + 1), f"{one} one axis less", more)
+    )

@@ -79,21 +79,34 @@ def with_axes(inputs: Any, axes: int) -> Any:
     return jax.tree.map(lambda x: jnp.expand_dims(x, tuple(range(axes))), inputs)
 
 
-def explain(
-    name: str, fn: Callable[..., Any], params: Any, inputs: tuple[Any, ...], error: Exception
+def explain(rule: str, inputs: Any, error: Exception, *ways: tuple[Any, Any, str, str]) -> None:
+    """Raise a `ValueError` if a call fails only because its inputs lack, or add, a batch axis.
+
+    A way is a function, inputs with which it would trace, why, and how to give them.
+    """
+    for fn, others, why, mend in ways:
+        if takes(fn, others):
+            got = f"Got inputs of shape {shapes(inputs)}"
+            raise ValueError(f"{rule}, and {why}. {got}. {mend}") from error
+
+
+def explain_call(
+    name: str, fn: Callable[..., Any], inputs: tuple[Any, ...], error: Exception
 ) -> None:
-    """Raise a `ValueError` if fn fails only because the inputs lack, or add, a batch axis."""
-    got = f"Got inputs of shape {shapes(inputs)}"
+    """`explain` for `mj.name(fn)`, whose inputs come as they are."""
+
+    def one(inputs: Any) -> Any:
+        return fn(*inputs)
+
     rule = f"`{name}(fn)` calls fn with the inputs as they are"
-    if takes(lambda x: fn(params, *with_axes(x, 1)), inputs):
-        raise ValueError(
-            f"{rule}, and this fn needs a batch axis before theirs. {got}. For one input, use x[None]."
-        ) from error
-    if takes(lambda x: jax.vmap(lambda one: fn(params, *one))(x), inputs):
-        raise ValueError(
-            f"{rule}, and this fn takes one entry of their first axis. {got}. Use "
-            f"jax.vmap(mj.{name}(fn), (None, 0))(params, x)."
-        ) from error
+    lacks = (
+        with_axes(inputs, 1),
+        "this fn needs a batch axis before theirs",
+        "For one input, use x[None].",
+    )
+    mend = f"Use jax.vmap(mj.{name}(fn), (None, 0))(params, x)."
+    adds = inputs, "this fn takes one entry of their first axis", mend
+    explain(rule, inputs, error, (one, *lacks), (jax.vmap(one), *adds))
 
 
 class Step(NamedTuple):

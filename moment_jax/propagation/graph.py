@@ -186,9 +186,8 @@ class Recorder:
         if by_patches is not None:
             return self._applied(by_patches, operands, eqn)
         if name in ("remat2", "checkpoint") and not self.unrolls:
-            return self._recomputed(eqn, operands) or self._entered(
-                eqn, eqn.params["jaxpr"], operands
-            )
+            found = self._recomputed(eqn, operands)
+            return found or self._entered(eqn, eqn.params["jaxpr"], operands)
         for inner in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
             if inner in eqn.params:
                 return self._entered(eqn, eqn.params[inner], operands)
@@ -344,12 +343,9 @@ class Recorder:
                     continue
 
                 def fn(condition: Array, other: Array, x: Array, slope: Array, i: int = i) -> Array:
-                    of_x, rest = (
-                        jax.lax.select_n(
-                            condition, *((y, jnp.zeros_like(y))[:: 1 if j == 0 else -1])
-                        )
-                        for y, j in ((x, i), (other, 1 - i))
-                    )
+                    zero = jnp.zeros_like(x)
+                    cases = ((x, zero), (zero, other)) if i == 0 else ((zero, x), (other, zero))
+                    of_x, rest = (jax.lax.select_n(condition, *case) for case in cases)
                     return of_x * slope + rest
 
                 return self._applied(fn, [condition, cases[1 - i], x, slope], eqn)

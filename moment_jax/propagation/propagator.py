@@ -307,7 +307,7 @@ def _run(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[Arr
     try:
         traced = jax.make_jaxpr(fn)(at, *means)
     except Exception as error:
-        errors.explain("propagate", fn, at, means, error)
+        errors.explain_call("propagate", functools.partial(fn, at), means, error)
         raise
     leaves = jax.tree.leaves(params, is_leaf=is_belief)
     leaves += jax.tree.leaves(inputs, is_leaf=is_random_input)

@@ -174,9 +174,14 @@ def compute(
 
 def probe(node: Node, source: Node, x: Any, replace: Callable[[Any], Any] = lambda x: x) -> Any:
     """Value of a node at a known value of its source, computed immediately; known if all else is."""
+
+    def on_host(constant: Any) -> Any:
+        constant = replace(constant)
+        return np.asarray(jnp.asarray(constant)) if arrays.is_known(constant) else constant
+
     with jax.ensure_compile_time_eval():
-        value = jnp.asarray(x, source.dtype).reshape(source.shape)
-        (found,) = compute([node], {source: value}, replace)
+        value = np.asarray(x).astype(source.dtype).reshape(source.shape)
+        (found,) = compute([node], {source: value}, on_host)
         return np.asarray(found, float) if arrays.is_known(found) else found
 
 

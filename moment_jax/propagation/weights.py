@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,7 +23,7 @@ from moment_jax.posterior import (
 )
 from moment_jax.propagation import arrays
 from moment_jax.propagation.arrays import Axes, Base
-from moment_jax.propagation.errors import explain
+from moment_jax.propagation.errors import explain_call
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,8 +106,8 @@ class Weight(arrays.View):
         if isinstance(chosen, Point):
             return Weight.of(Point(mean))
         variance = jnp.broadcast_to(chosen.variance * jnp.square(scale), mean.shape)
-        moved = Weight.of(Factorized(mean, variance))
-        return dataclasses.replace(moved, root=self.origin, rows=self.rows)
+        found = Weight.of(Factorized(mean, variance))
+        return dataclasses.replace(found, root=self.origin, rows=self.rows)
 
     def base(self, structure: type[Covariance], landmarks: int | None) -> Base:
         """The belief's whole array as a random sequence."""
@@ -114,12 +115,11 @@ class Weight(arrays.View):
         mean = jnp.reshape(posterior.mean, (-1, (posterior.shape or (1,))[-1]))
         if isinstance(posterior, Point):
             cov: Any = structure.zeros(mean.shape, mean.dtype, landmarks)
-        elif isinstance(posterior, FullNormal):
-            cov = structure.project(jnp.reshape(posterior.cov, (*mean.shape, *mean.shape)))
-        elif isinstance(posterior, KroneckerEigen):
-            cov = structure.project(posterior.dense_cov())
-        else:
+        elif posterior.uncorrelated:
             cov = structure.independent(jnp.reshape(posterior.marginal_variance(), mean.shape))
+        else:
+            dense = covariance_with(posterior, jnp.eye(mean.size, dtype=mean.dtype))
+            cov = structure.project(dense.reshape(*mean.shape, *mean.shape))
         return Base(mean, cov.at_landmarks(landmarks), (), self)
 
 
@@ -134,19 +134,17 @@ def affine(name: str, operands: list[Any]) -> Weight | None:
     """A weight combined with a certain array by a primitive, or None if no family expresses it."""
     if name == "neg":
         return operands[0].affine(-1.0, 0.0)
-    if name not in ("mul", "add", "sub", "div"):
-        return None
     first = isinstance(operands[0], Weight)
+    if name not in ("mul", "add", "sub", "div") or (name == "div" and not first):
+        return None
     weight, other = operands if first else operands[::-1]
     constant = arrays.uniform(other)
     other = other if constant is None else constant
-    if name == "div":
-        return weight.affine(1 / other, 0.0) if first else None
-    if name == "mul":
-        return weight.affine(other, 0.0)
-    if name == "add":
-        return weight.affine(1.0, other)
-    return weight.affine(1.0, -other) if first else weight.affine(-1.0, other)
+    if name in ("mul", "div"):
+        return weight.affine(other if name == "mul" else 1 / other, 0.0)
+    if name == "sub":
+        return weight.affine(1.0, -other) if first else weight.affine(-1.0, other)
+    return weight.affine(1.0, other)
 
 
 def rescaled(posterior: Posterior, factor: Any) -> Posterior:
@@ -205,8 +203,8 @@ def _part_of_matrix(posterior: Posterior, places: np.ndarray) -> Posterior | Non
         if isinstance(posterior, KroneckerEigen):
             return posterior.part(r, c)
     if (rows == rows[:1]).all() and (columns == columns[:, :1]).all():
-        turned = _part_of_matrix(posterior, places.T)
-        return None if turned is None else turned.transpose()
+        transposed = _part_of_matrix(posterior, places.T)
+        return None if transposed is None else transposed.transpose()
     return None
 
 
@@ -260,7 +258,7 @@ def linearised(
         try:
             mean = fn(filled(means), *inputs)
         except Exception as error:
-            explain("linearised", fn, filled(means), inputs, error)
+            explain_call("linearised", functools.partial(fn, filled(means)), inputs, error)
             raise
         shape = (-1, mean.shape[-1]) if mean.ndim else (1, 1)
         if structure is Diagonal:
@@ -302,7 +300,7 @@ def covariance_with(belief: Posterior, jacobian: Array) -> Array:
         return jacobian @ belief.cov.reshape(n, n)
     if isinstance(belief, KroneckerEigen):
         u, w = belief.in_basis, belief.out_basis
-        turned = jnp.einsum("nio,ia,ob->nab", jacobian.reshape(-1, *belief.matrix.shape), u, w)
-        found = jnp.einsum("nab,ia,ob->nio", turned * belief.variance[None], u, w)
+        in_bases = jnp.einsum("nio,ia,ob->nab", jacobian.reshape(-1, *belief.matrix.shape), u, w)
+        found = jnp.einsum("nab,ia,ob->nio", in_bases * belief.variance[None], u, w)
         return found.reshape(jacobian.shape)
     return jacobian * belief.marginal_variance().reshape(1, -1)

@@ -56,22 +56,6 @@ class MyViT(nnx.Module):
         return self.head(self.norm(x)[:, 0])
 
 
-class MyCNN(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, width=8):
-        self.conv1 = nnx.Conv(1, width, (3, 3), rngs=rngs)
-        self.bn1 = nnx.BatchNorm(width, rngs=rngs)
-        self.conv2 = nnx.Conv(width, width, (3, 3), rngs=rngs)
-        self.bn2 = nnx.BatchNorm(width, rngs=rngs)
-        self.head = nnx.Linear(4 * width, 3, rngs=rngs)
-
-    def __call__(self, x):
-        x = nnx.relu(self.bn1(self.conv1(x)))
-        x = nnx.max_pool(x, (2, 2), strides=(2, 2))
-        x = nnx.relu(self.bn2(self.conv2(x)))
-        x = nnx.avg_pool(x, (2, 2), strides=(2, 2))
-        return self.head(x.reshape(x.shape[0], -1))
-
-
 def rotate(x, theta=10_000.0):
     """Rotary position embedding of (B, T, H, K)."""
     half = x.shape[-1] // 2

@@ -170,5 +170,5 @@ def test_networks_whose_values_meet_again(name, structure, sampled):
 
 def test_a_divisor_that_may_change_its_sign_makes_nan():
     weights = mj.posterior.Factorized(jnp.array([1.0, 1.0, 1.0, 0.1]), jnp.full(4, 0.01))
-    mean, _ = mj.propagate(lambda w: w[:2] / jnp.tanh(w[2:]))(weights)
+    mean, _ = jax.jit(mj.propagate(lambda w: w[:2] / jnp.tanh(w[2:])))(weights)
     assert jnp.array_equal(jnp.isnan(mean), jnp.array([[False, True]]))

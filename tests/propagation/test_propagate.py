@@ -13,7 +13,7 @@ from flax import nnx
 import moment_jax as mj
 from moment_jax.propagation.propagator import Propagator
 from tests.builders import block_params, param_tree, random_block
-from tests.propagation.models import MyCNN, MyLanguageModel, MyMLP, MyViT
+from tests.propagation.models import MyLanguageModel, MyMLP, MyViT
 
 STRUCTURES = [mj.Diagonal, mj.Separable, mj.Full]
 
@@ -36,8 +36,9 @@ def assert_same(found, expected):
         *((s, lambda x: jnp.where(x > 0, x, 0.0), mj.relu) for s in STRUCTURES),
         (mj.Separable, lambda x: 0.5 * x * (1 + jax.lax.erf(x / 2**0.5)), mj.gelu),
         (mj.Separable, jnp.tanh, lambda m, c: mj.activation(m, c, jnp.tanh)),
+        (mj.Full, jax.nn.softmax, mj.softmax),
     ],
-    ids=[*(f"relu-{s.__name__}" for s in STRUCTURES), "gelu", "tanh"],
+    ids=[*(f"relu-{s.__name__}" for s in STRUCTURES), "gelu", "tanh", "softmax"],
 )
 def test_a_perceptron_is_the_composition_of_its_layers(structure, written, transform):
     weights = {"w": belief(0, 3, 8), "b": belief(1, 8), "v": belief(2, 8, 2)}
@@ -71,9 +72,7 @@ def test_normalisations_are_known_by_their_values(centred):
     assert_same(*both(weights))
 
 
-@pytest.mark.parametrize(
-    ("norm_first", "structure"), [(True, mj.Separable), (False, mj.Separable), (False, mj.Diagonal)]
-)
+@pytest.mark.parametrize(("norm_first", "structure"), [(True, mj.Separable), (False, mj.Diagonal)])
 def test_flax_blocks_have_the_moments_of_the_library(norm_first, structure):
     params, options = random_block(jax.random.key(0), 4, 6, 0.3), {"norm_first": norm_first}
     network = mj.nn.EncoderBlock(
@@ -279,8 +278,7 @@ NOISY = {
     "residual sum": perceptrons,  # also where its input is no argument
     "gate of its input": lambda p, x: (x @ p["w"]) * jax.nn.sigmoid(x @ p["w"] @ p["q"]),
     **{  # of weights alone
-        f.__name__: lambda p, x, f=f: f(p["bias"] + 0 * x[0, 0])
-        for f in (jax.nn.silu, jax.nn.gelu, jax.nn.mish)
+        f.__name__: lambda p, x, f=f: f(p["bias"] + 0 * x[0, 0]) for f in (jax.nn.silu, jax.nn.gelu)
     },
     "silu of a gain": lambda p, x: jax.nn.silu((x @ p["w"]) * p["q"][:1]),
     "log softmax": lambda p, x: jax.nn.log_softmax(p["logits"]),
@@ -411,7 +409,7 @@ def test_a_class_token_has_its_own_covariance():
             lambda p: looking(p, p["x"])[0] @ chosen,
             {**kernels, "x": mj.posterior.Factorized(mean, sd**2)},
             keys[3],
-            20_000,
+            5_000,
         )
         x = mean, mj.Separable.independent(sd**2)
         read = mj.propagate(lambda p, x: looking(p, x)[0] @ chosen)(kernels, x)[1]
@@ -469,20 +467,10 @@ def rows_added(p, x):
     return jax.lax.scan(lambda c, row: (c + row, None), x, p)[0]
 
 
-def depthwise(p, x):
-    numbers = ("NHC", "HIO", "NHC")
-    return jax.lax.conv_general_dilated(
-        x[None], p[:, None], (1,), "SAME", dimension_numbers=numbers, feature_group_count=2
-    )
-
-
-def by_sum(a, size):
-    return a / jnp.sum(size(a), axis=-1, keepdims=True)
-
-
 NO_RULE = r"test_propagate.py.*propagation_rule.*mj.linearised"
 SHARED = r"random array in common.*" + NO_RULE
 TIED = r"a weight on which another depends.*test_propagate.py.*mj.linearised"
+CONVOLUTION = nnx.Conv(2, 2, (3,), use_bias=False, rngs=nnx.Rngs(0))
 REFUSED = {  # functions of (3, 2) weights and of (2, 3) inputs
     "no rule": (lambda p, x: jnp.sort(x @ p, axis=-1), r"sort.*" + NO_RULE),
     "a branch": (branching, r"cond.*test_propagate.py.*static"),
@@ -498,7 +486,11 @@ REFUSED = {  # functions of (3, 2) weights and of (2, 3) inputs
     "cumulative sum": (lambda p, x: jnp.cumsum(x @ p, axis=0), r"cumsum.*" + NO_RULE),
     "scattered": (lambda p, x: (x @ p).at[1].set(2.0), r"scatter.*" + NO_RULE),
     "recurrent": (recurrent, r"same random weights at every step.*test_propagate.py.*linearised"),
-    "convolution": (lambda p, x: depthwise(p, x[:, :2]), r"conv_general_dilated.*" + NO_RULE),
+    "convolution": (
+        lambda p, x: CONVOLUTION((x @ p)[None]),
+        r"conv_general_dilated.*" + NO_RULE,
+    ),
+    "dropout": (lambda p, x: nnx.Dropout(0.1, rngs=nnx.Rngs(0))(x @ p), r"propagate.py.*model.eval"),
     "maximum of windows": (
         lambda p, x: jax.lax.reduce_window(x @ p, -jnp.inf, jax.lax.max, (2, 1), (2, 1), "VALID"),
         r"reduce_window_max.*" + NO_RULE,
@@ -513,10 +505,6 @@ REFUSED = {  # functions of (3, 2) weights and of (2, 3) inputs
         lambda p, x: jnp.tanh(jnp.tile(x, (2000, 1)) @ p) @ p.T, r"more than 16777216 entries.*linear",
     ),
 }  # fmt: skip
-
-
-def attended(x, memory):
-    return jax.nn.softmax(x @ memory.T) @ memory
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -553,38 +541,20 @@ def test_the_scale_of_attention_is_read_in_low_precision():
 
     weights = {name: belief(i, 3, 9) for i, name in enumerate("qkv")}
     x = 2 * jax.random.normal(jax.random.key(3), (4, 3))
-    dtypes = jnp.bfloat16, jnp.float32
-    low, high = (mj.propagate(partial(written, dtype=dtype))(weights, x) for dtype in dtypes)
+
+    @jax.jit
+    def moments(weights):
+        dtypes = jnp.bfloat16, jnp.float32
+        return [mj.propagate(partial(written, dtype=dtype))(weights, x) for dtype in dtypes]
+
+    low, high = moments(weights)
     assert jnp.allclose(low[0], high[0], atol=0.03)
     assert jnp.allclose(low[1].variance(), high[1].variance(), rtol=0.05)
-
-
-def test_convolutions_are_refused_with_the_line_of_the_model():
-    model = MyCNN(nnx.Rngs(0))
-    model.eval()
-    beliefs = relative(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    with pytest.raises(mj.PropagationError, match=r"conv_general_dilated.*models.py.*linearised"):
-        jax.eval_shape(mj.Bayesian(model, beliefs=beliefs), IMAGE)
 
 
 def test_a_shape_cannot_be_random():
     with pytest.raises(jax.errors.ConcretizationTypeError):
         mj.propagate(lambda p, x: jnp.zeros(int(jnp.sum(x @ p))))(belief(0, 3, 2), jnp.ones((2, 3)))
-
-
-def test_dropout_in_training_is_refused():
-    model = MyMLP(nnx.Rngs(0))
-    beliefs = relative(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    with pytest.raises(mj.PropagationError, match=r"models.py.*model.eval"):
-        mj.Bayesian(model, beliefs=beliefs)(jnp.ones((2, 3)))
-
-
-def test_beliefs_that_do_not_fit_are_refused():
-    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"shape .3, 2. at 'kernel'"):
-        mj.Bayesian(model, beliefs={"kernel": belief(0, 3, 2)})
-    with pytest.raises(ValueError, match=r"bias.*kernel.*Got .*weight"):
-        mj.Bayesian(model, beliefs={"weight": belief(0, 2, 3)})
 
 
 @pytest.mark.parametrize("transform", ["propagate", "linearised"])
@@ -631,72 +601,35 @@ def test_a_model_called_with_other_batch_axes_is_told_so(linearised):
 
 LARGE = jnp.array([-30.0, -7.0, 0.3, 7.0, 30.0])
 WRITTEN = {  # what is like another function between -6 and 6, or not finite at zero, or has kinks
-    "relu6": jax.nn.relu6,
-    "clip": lambda x: jnp.clip(x, -10, 10),
-    "leaky": lambda x: jax.nn.leaky_relu(x, 0.1),
-    "max": lambda x: jnp.maximum(x, 0.1),
-    "log": lambda x: jnp.log(jnp.abs(x)),
-    "softplus": jax.nn.softplus,
+    "relu6": (jax.nn.relu6, "piecewise linear"),
+    "clip": (lambda x: jnp.clip(x, -10, 10), "piecewise linear"),
+    "leaky": (lambda x: jax.nn.leaky_relu(x, 0.1), "piecewise linear"),
+    "max": (lambda x: jnp.maximum(x, 0.1), "piecewise linear"),
+    "log": (lambda x: jnp.log(jnp.abs(x)), "quadrature"),
+    "softplus": (jax.nn.softplus, "quadrature"),
 }
 
 
-@pytest.fixture(scope="module")
-def at_large_values():
-    """Of each function at next to no noise: mean and variance, its value and its slope."""
-
-    @jax.jit
-    def moments(belief):
-        found = {}
-        for name, fn in WRITTEN.items():
-            mean, cov = mj.propagate(lambda w, x, fn=fn: fn(w * x))(belief, jnp.ones(5))
-            found[name] = mean[0], cov.variance()[0], fn(LARGE), jax.vmap(jax.grad(fn))(LARGE)
-        return found
-
-    return moments(mj.posterior.Factorized(LARGE, jnp.full(5, 1e-6)))
-
-
-@pytest.mark.parametrize("name", WRITTEN)
-def test_elementwise_functions_are_not_taken_for_others(name, at_large_values):
+def test_elementwise_functions_are_not_taken_for_others():
     """Far from zero too: at next to no noise the mean is the function's value, the sd its slope's."""
-    mean, variance, value, slope = at_large_values[name]
-    assert jnp.allclose(mean, value, atol=1e-4)
-    assert jnp.allclose(jnp.sqrt(variance), 1e-3 * jnp.abs(slope), rtol=1e-2, atol=1e-5)
-
-
-def test_clipped_and_leaky_activations_are_exact():
-    fns = (lambda x: jnp.clip(x, -1, 0.5), WRITTEN["leaky"], lambda x: jnp.minimum(x, 0.3))
-    z = jax.random.normal(jax.random.key(0), (200_000, 1))
-    mean, variance = jnp.array([[-1.0, 0.2, 2.0]]), jnp.array([[0.3, 1.0, 4.0]])
     rules = []
 
     @jax.jit
     def moments(belief):
         found = []
-        for fn in fns:
-            *moments, steps = mj.propagate(lambda w, x, fn=fn: fn(x @ w), receipt=True)(
-                belief, jnp.ones((1, 1))
+        for fn, _ in WRITTEN.values():
+            mean, cov, steps = mj.propagate(lambda w, x, fn=fn: fn(w * x), receipt=True)(
+                belief, jnp.ones(5)
             )
             rules.append(steps[-1].rule)
-            drawn = fn(mean + jnp.sqrt(variance) * z)
-            found.append((moments[0][0], moments[1].variance()[0], drawn.mean(0), drawn.std(0)))
+            found.append((mean[0], cov.sd()[0], fn(LARGE), jax.vmap(jax.grad(fn))(LARGE)))
         return found
 
-    for found, found_variance, drawn, sd in moments(mj.posterior.Factorized(mean, variance)):
-        assert jnp.all(jnp.abs(found - drawn) < 5 * sd / 200_000**0.5)
-        assert jnp.allclose(found_variance, sd**2, rtol=0.03)
-    assert rules == 3 * ["piecewise linear"]
-
-
-def test_a_softmax_is_the_library_s():
-    x = jax.random.normal(jax.random.key(3), (3, 4))
-
-    @jax.jit
-    def both(kernel):
-        moments = mj.dense(x, mj.Full.zeros(x.shape), mj.DenseParams(kernel))
-        found = mj.propagate(lambda w: jax.nn.softmax(x @ w), structure=mj.Full)(kernel)
-        return found, mj.softmax(*moments)
-
-    assert_same(*both(belief(0, 4, 4, scale=0.5)))
+    every = moments(mj.posterior.Factorized(LARGE, jnp.full(5, 1e-6)))
+    assert rules == [rule for _, rule in WRITTEN.values()]
+    for name, (mean, sd, value, slope) in zip(WRITTEN, every, strict=True):
+        assert jnp.allclose(mean, value, atol=1e-4), name
+        assert jnp.allclose(sd, 1e-3 * jnp.abs(slope), rtol=1e-2, atol=1e-5), name
 
 
 def test_loops_branches_and_recomputation_are_entered():
@@ -781,17 +714,3 @@ def test_variances_are_not_negative_where_factors_cancel():
         return [jnp.min(mj.propagate(fn, structure=s)(w)[1].variance()) for s in STRUCTURES]
 
     assert min(lowest(w)) >= 0
-
-
-def decoding(rngs):
-    model = nnx.MultiHeadAttention(1, 3, decode=True, rngs=rngs)
-    model.init_cache((1, 4, 3))
-    return model
-
-
-@pytest.mark.parametrize("make", [normed, decoding])
-def test_a_model_that_a_call_changes_is_refused(make):
-    model = make(nnx.Rngs(0))
-    beliefs = relative(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    with pytest.raises(ValueError, match=r"inference mode.*network.eval.*decode=False"):
-        mj.Bayesian(model, beliefs=beliefs)(jnp.ones((2, 1, 3), jnp.float32))
