@@ -13,6 +13,7 @@ from moment_jax.covariance.fields import check_array, known_values
 from moment_jax.covariance.numerics import vector_cov
 from moment_jax.expectations.quadrature import expected
 from moment_jax.expectations.softmax import logsumexp_mean
+from moment_jax.linalg import inverse_root
 from moment_jax.objectives import checks, cubature, likelihoods
 from moment_jax.objectives.checks import Cov, variances
 from moment_jax.objectives.likelihoods import (
@@ -114,9 +115,9 @@ def _log_normal(residual: Array, cov: Array) -> Array:
     if cov.ndim == 1:
         log_det, quadratic = jnp.sum(jnp.log(cov)), jnp.sum(residual**2 / cov)
     else:
-        factor = jnp.linalg.cholesky(cov)
-        log_det = 2 * jnp.sum(jnp.log(diagonal_of(factor)))
-        quadratic = jnp.sum(jax.scipy.linalg.solve_triangular(factor, residual, lower=True) ** 2)
+        root = inverse_root(cov)
+        log_det = -2 * jnp.sum(jnp.log(diagonal_of(root)))
+        quadratic = jnp.sum((root @ residual) ** 2)
     return -0.5 * (residual.size * math.log(2 * math.pi) + log_det + quadratic)
 
 
