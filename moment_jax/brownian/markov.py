@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from scipy.sparse import csgraph, csr_array
 
 from moment_jax.brownian.checks import check_points, check_positive, check_stochastic
 from moment_jax.brownian.kernels import gaussian_kernel, squared_distances
@@ -46,6 +45,8 @@ def chain_classes(transition: Array) -> ChainClasses:
     >>> chain_classes(jnp.array([[0.0, 1.0], [1.0, 0.0]])).period
     2
     """
+    from scipy.sparse import csgraph, csr_array  # here, for they take long to import
+
     check_stochastic("chain_classes", transition)
     steps = np.asarray(transition) > 0
     count, label = csgraph.connected_components(csr_array(steps), connection="strong")

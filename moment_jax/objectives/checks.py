@@ -83,37 +83,19 @@ def over_batch(fn: Callable[..., Any], mean: Array, *others: Array) -> Any:
     return fn(mean, *others)
 
 
-def as_label(name: str, target: Array | int, num_classes: int) -> Array:
-    """`target` as an array; raise unless it is an integer class index, in range if known."""
-    known = known_values(target)
-    target = jnp.asarray(target)
-    if target.ndim != 0 or not jnp.issubdtype(target.dtype, jnp.integer):
-        raise ValueError(
-            f"`{name}` with Categorical needs an integer class index of shape (). Got "
-            f"{tuple(target.shape)} of {target.dtype}. For a batch, use jax.vmap; for one-hot "
-            "targets, pass jnp.argmax(target)."
-        )
-    if known is not None and not 0 <= known < num_classes:
-        raise ValueError(
-            f"`{name}` needs a class index from 0 to {num_classes - 1}. Got {known}. There is one logit "
-            "per class."
-        )
-    return target
-
-
-def labels_of(name: str, y: Array, logits: Array) -> Array:
-    """Class indices (...) for logits (..., C); raise unless they are integers, in range if known."""
+def labels_of(name: str, y: Array | int, scores: Array) -> Array:
+    """Class indices (...) for scores (..., C); raise unless they are integers, in range if known."""
     known, y = known_values(y), jnp.asarray(y)
-    if y.shape != logits.shape[:-1] or not jnp.issubdtype(y.dtype, jnp.integer):
+    shape, most = tuple(scores.shape[:-1]), scores.shape[-1] - 1
+    if y.shape != shape or not jnp.issubdtype(y.dtype, jnp.integer):
         raise ValueError(
-            f"`{name}` needs an integer class for each prediction, of shape "
-            f"{tuple(logits.shape[:-1])}. Got {tuple(y.shape)} of {y.dtype}. For one-hot targets, pass "
-            "jnp.argmax(y, axis=-1)."
+            f"`{name}` needs an integer class for each prediction, of shape {shape}. Got "
+            f"{tuple(y.shape)} of {y.dtype}. For one-hot targets, pass jnp.argmax(y, axis=-1)."
         )
-    most = logits.shape[-1] - 1
     if known is not None and known.size and not 0 <= known.min() <= known.max() <= most:
         raise ValueError(
-            f"`{name}` needs classes from 0 to {most}. Got {known.min()} to {known.max()}."
+            f"`{name}` needs classes from 0 to {most}. Got {known.min()} to {known.max()}. Leave out "
+            "unlabelled examples."
         )
     return y
 

@@ -13,6 +13,7 @@ from moment_jax.covariance.fields import check_array, known_values
 from moment_jax.covariance.numerics import vector_cov
 from moment_jax.expectations.quadrature import expected
 from moment_jax.expectations.softmax import logsumexp_mean
+from moment_jax.linalg import inverse_root
 from moment_jax.objectives import checks, cubature, likelihoods
 from moment_jax.objectives.checks import Cov, variances
 from moment_jax.objectives.likelihoods import (
@@ -83,7 +84,7 @@ def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, 
         return _heteroscedastic(jnp.asarray(target), mean, cov)
     if isinstance(likelihood, Categorical):
         logits_cov = checks.check_one(_NAME, mean, cov)
-        label = checks.as_label(_NAME, target, mean.shape[0])
+        label = checks.labels_of(_NAME, target, mean)
         num_points = cubature.count_points(likelihood.num_points)
         mean, logits_cov = cubature.wide(mean, logits_cov)
         relative = mean - checks.of_label(mean, label)  # avoids cancellation between large numbers
@@ -114,9 +115,9 @@ def _log_normal(residual: Array, cov: Array) -> Array:
     if cov.ndim == 1:
         log_det, quadratic = jnp.sum(jnp.log(cov)), jnp.sum(residual**2 / cov)
     else:
-        factor = jnp.linalg.cholesky(cov)
-        log_det = 2 * jnp.sum(jnp.log(diagonal_of(factor)))
-        quadratic = jnp.sum(jax.scipy.linalg.solve_triangular(factor, residual, lower=True) ** 2)
+        root = inverse_root(cov)
+        log_det = -2 * jnp.sum(jnp.log(diagonal_of(root)))
+        quadratic = jnp.sum((root @ residual) ** 2)
     return -0.5 * (residual.size * math.log(2 * math.pi) + log_det + quadratic)
 
 
@@ -164,7 +165,7 @@ def expected_log_likelihood_bound(target: Array | int, mean: Array, cov: Array) 
     Source: Transformer derivation, Eq. 5; Knowles and Minka (2011) for the tilted bound.
     """
     cov = checks.check_one("expected_log_likelihood_bound", mean, cov)
-    label = checks.as_label("expected_log_likelihood_bound", target, mean.shape[0])
+    label = checks.labels_of("expected_log_likelihood_bound", target, mean)
     # 0, or NaN for a label out of range. Added at the end: in the mean NaN would count as masked.
     in_range = checks.of_label(jnp.zeros_like(mean), label)
     return in_range - logsumexp_mean(mean - jnp.asarray(mean)[label], cov)
@@ -192,7 +193,7 @@ def log_marginal(likelihood: Likelihood, target: Array, mean: Array, cov: Cov) -
         return _gaussian_marginal(likelihood, jnp.asarray(target), mean, cov)
     if isinstance(likelihood, Categorical):
         logits_cov = checks.check_one(_MARGINAL, mean, cov)
-        label = checks.as_label(_MARGINAL, target, mean.shape[0])
+        label = checks.labels_of(_MARGINAL, target, mean)
         num_points = cubature.count_points(likelihood.num_points)
         mean, logits_cov = cubature.wide(mean, logits_cov)
         return checks.of_label(cubature.log_expected_softmax(mean, logits_cov, num_points), label)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.scipy import stats
 
-from moment_jax.covariance.fields import check_array, known_values
+from moment_jax.covariance.fields import check_array
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.expectations.quadrature import expected
 from moment_jax.objectives import cubature
@@ -366,16 +366,14 @@ def negative_log_likelihood(probabilities: Array, labels: Array) -> Array:
       ValueError: if shapes do not fit, there is no example, or a known label is out of range; likewise
         in the metrics below. TypeError: if the probabilities are not floating-point numbers.
     """
-    valid = _check_classes("negative_log_likelihood", probabilities, labels)
-    chosen = jnp.take_along_axis(probabilities, labels[:, None], axis=1)[:, 0]
-    chosen = jnp.where(valid, chosen, jnp.nan)
+    labels = _checked_labels("negative_log_likelihood", probabilities, labels)
+    chosen = over_batch(of_label, jnp.asarray(probabilities), labels)
     return -jnp.mean(jnp.log(jnp.maximum(chosen, jnp.finfo(chosen.dtype).tiny)))
 
 
 def accuracy(probabilities: Array, labels: Array) -> Array:
     """Share of examples whose most probable class (the first one in a tie) is the label."""
-    valid = _check_classes("accuracy", probabilities, labels)
-    return jnp.mean(_hits(probabilities, labels, valid))
+    return jnp.mean(_hits("accuracy", probabilities, labels))
 
 
 def expected_calibration_error(probabilities: Array, labels: Array, num_bins: int = 15) -> Array:
@@ -384,41 +382,30 @@ def expected_calibration_error(probabilities: Array, labels: Array, num_bins: in
     Confidence is the probability of the most probable class. The bins ((b-1) / num_bins, b / num_bins]
     have equal width.
     """
-    valid = _check_classes("expected_calibration_error", probabilities, labels)
+    hits = _hits("expected_calibration_error", probabilities, labels)
     if num_bins < 1:
         raise ValueError(f"`expected_calibration_error` needs num_bins >= 1. Got {num_bins}.")
     (probabilities,) = wide(probabilities)  # sums of many examples are none in bfloat16
     confidence = jnp.max(probabilities, axis=1)
     bins = jnp.clip(jnp.ceil(confidence * num_bins).astype(jnp.int32) - 1, 0, num_bins - 1)
-    excess = confidence - _hits(probabilities, labels, valid)
-    return jnp.sum(jnp.abs(jax.ops.segment_sum(excess, bins, num_bins))) / len(excess)
+    excess = jax.ops.segment_sum(confidence - hits, bins, num_bins)
+    return jnp.sum(jnp.abs(excess)) / len(hits)
 
 
-def _hits(probabilities: Array, labels: Array, valid: Array) -> Array:
+def _hits(name: str, probabilities: Array, labels: Array) -> Array:
     """1 where the most probable class is the label, else 0, (N,); NaN where either is invalid."""
+    labels = _checked_labels(name, probabilities, labels)
     hits = (jnp.argmax(probabilities, axis=1) == labels).astype(probabilities.dtype)
+    valid = (labels >= 0) & (labels < probabilities.shape[1])
     return jnp.where(valid & ~jnp.isnan(jnp.max(probabilities, axis=1)), hits, jnp.nan)
 
 
-def _check_classes(name: str, probabilities: Array, labels: Array) -> Array:
-    """Check the arguments; return which labels are in range, (N,)."""
+def _checked_labels(name: str, probabilities: Array, labels: Array) -> Array:
+    """Raise unless they are labels (N,) of probabilities (N, C)."""
     check_array(name, probabilities)
-    if not hasattr(labels, "shape"):
-        raise TypeError(f"`{name}` needs arrays. Got {type(labels).__name__}. Use jnp.asarray.")
-    if probabilities.ndim != 2 or tuple(labels.shape) != (probabilities.shape[0],):
+    if probabilities.ndim != 2 or len(probabilities) == 0:
         raise ValueError(
-            f"`{name}` needs probabilities (N, C) and labels (N,). Got "
-            f"{tuple(probabilities.shape)} and {tuple(labels.shape)}. For one-hot labels, pass "
-            "jnp.argmax(labels, axis=1)."
+            f"`{name}` needs probabilities (N, C) of at least one example. Got "
+            f"{tuple(probabilities.shape)}. Flatten batch axes into one."
         )
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise ValueError(f"`{name}` needs integer labels. Got {labels.dtype}.")
-    size, known = probabilities.shape[1], known_values(labels)
-    if labels.shape[0] == 0:
-        raise ValueError(f"`{name}` needs at least one example. Got {tuple(probabilities.shape)}.")
-    if known is not None and not (known.min() >= 0 and known.max() < size):
-        raise ValueError(
-            f"`{name}` needs labels from 0 to {size - 1}, the columns of the probabilities. Got "
-            f"{known.min()} to {known.max()}. Leave out unlabelled examples."
-        )
-    return (labels >= 0) & (labels < size)
+    return labels_of(name, labels, probabilities)

@@ -1,5 +1,6 @@
 """The Gumbel law, the categories that it chooses, and the relaxed choice with its derivative."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,27 +26,21 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-@pytest.fixture(scope="module")
-def gumbel_draws():
-    found = jax.jit(lambda key: mj.discrete.gumbel(key, (2_000_000,)))(jax.random.key(0))
-    assert found.dtype == jnp.float32
-    return np.asarray(found)
+def test_draws_follow_the_law():
+    """Kolmogorov and Smirnov in the middle, and both tails by their counts.
 
-
-def test_draws_follow_the_law(gumbel_draws):
-    """Kolmogorov and Smirnov in the middle, and both tails by their counts."""
-    draws = gumbel_draws
+    With 23 bits no draw would be above 16.7 nor below -2.8; seen only if the tails are there.
+    """
+    draws = np.asarray(
+        jax.jit(lambda key: mj.discrete.gumbel(key, (2_000_000,)))(jax.random.key(0))
+    )
+    assert draws.dtype == np.float32
+    assert np.isfinite(draws).all()
     assert scipy.stats.kstest(draws.astype(np.float64), "gumbel_r").pvalue > 1e-3
     for bound, expected in ((12.0, -np.expm1(-np.exp(-12.0))), (-2.3, np.exp(-np.exp(2.3)))):
         count = np.sum(draws > bound if bound > 0 else draws < bound)
         mean = expected * draws.size
         assert abs(count - mean) < 5 * mean**0.5
-
-
-def test_draws_go_beyond_the_uniform_numbers_of_float32(gumbel_draws):
-    """With 23 bits no draw would be above 16.7 nor below -2.8; seen only if the tails are there."""
-    draws = gumbel_draws
-    assert np.isfinite(draws).all()
     assert len(np.unique(draws[draws > 10])) > 0.9 * np.sum(draws > 10)
 
 
@@ -78,15 +73,14 @@ def chi_square(counts, probs):
 @pytest.mark.usefixtures("optimized")
 def test_a_million_draws_from_each_of_ten_laws():
     logits = ten_laws()
-    few = DRAWS // 20
-
-    def count(key, row):
-        codes = mj.discrete.gumbel_max(key, jnp.broadcast_to(row, (few, CATEGORIES)))
-        return jnp.zeros(CATEGORIES, int).at[codes].add(1)
 
     @jax.jit
     def counts(key, row):
-        return jnp.sum(jax.lax.map(lambda k: count(k, row), jax.random.split(key, 20)), axis=0)
+        def count(key):
+            codes = mj.discrete.gumbel_max(key, jnp.broadcast_to(row, (DRAWS // 20, CATEGORIES)))
+            return jnp.zeros(CATEGORIES, int).at[codes].add(1)
+
+        return jnp.sum(jax.lax.map(count, jax.random.split(key, 20)), axis=0)
 
     given = jnp.asarray(logits, jnp.float32)
     probs = scipy.special.softmax(np.asarray(given, float), axis=1)
@@ -108,19 +102,6 @@ def test_a_choice_between_improbable_categories_is_exact():
     share = float(jnp.mean(codes == 1))
     assert abs(share - 0.75) < 4 * (0.75 * 0.25 / 40_000) ** 0.5
     assert not jnp.any(codes == 2)
-
-
-@pytest.mark.usefixtures("optimized")
-def test_rare_events_are_as_frequent_as_they_should_be():
-    """A probability of 3e-6 against all the rest."""
-    logits = jnp.asarray([0.0, np.log(3e-6)], jnp.float32)
-
-    @jax.jit
-    def hits(key):
-        return jnp.sum(mj.discrete.gumbel_max(key, jnp.broadcast_to(logits, (500_000, 2))))
-
-    found = sum(int(hits(key)) for key in jax.random.split(jax.random.key(3), 4))
-    assert abs(found - 6) < 4 * 6**0.5
 
 
 @pytest.mark.parametrize("straight_through", [False, True])
@@ -185,7 +166,7 @@ def test_traced_temperatures_that_are_not_positive_give_one_hot_rows():
     for tau in (0.0, -1.0, np.nan, 1e-44, 1e-30):
         slopes, z = both(logits, np.float32(tau))
         assert (z == jax.nn.one_hot(codes, 5)).all(), tau
-        assert all(np.isfinite(slope).all() for slope in slopes), tau
+        chex.assert_tree_all_finite(slopes)
 
 
 def test_a_row_without_categories_draws_nothing():
@@ -217,9 +198,8 @@ def test_vmap_changes_nothing():
 
 def test_unnormalised_logits_of_any_size():
     """A constant added to a row changes no draw, but for the rounding of the row itself."""
-    codes = [
-        gumbel_max(KEY, np.full((2000, 3), shift, np.float32)) for shift in (0, 1e6, -1e6, 1e37)
-    ]
+    shifts = (0, 1e6, -1e6, 1e37)
+    codes = [gumbel_max(KEY, np.full((2000, 3), shift, np.float32)) for shift in shifts]
     np.testing.assert_array_equal(codes[1:], [codes[0]] * 3)
 
 

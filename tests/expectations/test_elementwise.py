@@ -127,7 +127,7 @@ def test_derivatives_at_zero_variance(family):
 def test_derivatives_are_finite(family, dtype):
     points = np.meshgrid([-40.0, -1, -1e-3, 0, 1e-3, 1, 40], [0.0, 1e-30, 1e-12, 1e-4, 1])
     _, slopes, pulled, _ = at(family, *points, dtype)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((slopes, pulled)))
+    chex.assert_tree_all_finite((slopes, pulled))
 
 
 def test_second_derivative_of_mean_is_curvature(family):

@@ -1,5 +1,6 @@
 """The softmax of Gaussian scores: fixed points, limits, invariances, derivatives, masks."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -179,10 +180,6 @@ def test_logsumexp_is_an_upper_bound_and_nearly_the_least_of_its_kind():
         assert best - 1e-9 < bound < best + 0.02 * (best - samples.mean())
 
 
-def assert_finite(tree):
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(tree))
-
-
 def test_masks():
     mean, cov = (x[1] for x in rows(1.0))
     mask = np.arange(16) % 3 == 0
@@ -202,7 +199,9 @@ def test_masks():
         np.testing.assert_allclose(got, want, atol=1e-14)
     assert not any(np.any(x) for x in one_row(mean, cov, ~ALL)[:3])
     np.testing.assert_array_equal(one_row(mean, cov, np.arange(16) == 3)[0], np.arange(16) == 3)
-    assert_finite(derivatives(junk[0][:6], junk[1][:6, :6], mask[:6], *SETTINGS[1:])[3])
+    chex.assert_tree_all_finite(
+        derivatives(junk[0][:6], junk[1][:6, :6], mask[:6], *SETTINGS[1:])[3]
+    )
 
 
 HUGE = np.array([1e4, -1e4, 9999.0, 0.0, -1e4, 1e4])
@@ -210,7 +209,7 @@ HUGE = np.array([1e4, -1e4, 9999.0, 0.0, -1e4, 1e4])
 
 def test_derivatives_are_finite_at_huge_scores():
     for scale in (0.0, 1.0, 30.0):
-        assert_finite(derivatives(HUGE, scale**2 * np.eye(6), *SETTINGS))
+        chex.assert_tree_all_finite(derivatives(HUGE, scale**2 * np.eye(6), *SETTINGS))
 
 
 def test_gradients_in_float32_are_finite_however_sure_the_row():
@@ -230,7 +229,7 @@ def test_gradients_in_float32_are_finite_however_sure_the_row():
     means = np.concatenate([[HUGE] * 3, np.linspace(1, 150, 300)[:, None] * sure])
     noise = [scale**2 * np.eye(6) for scale in (0.0, 1.0, 30.0)]
     covs = np.concatenate([noise, np.broadcast_to(cov[:, :6], (300, 6, 6))])
-    assert_finite(gradients(means.astype(np.float32), covs.astype(np.float32)))
+    chex.assert_tree_all_finite(gradients(means.astype(np.float32), covs.astype(np.float32)))
 
 
 def test_errors():

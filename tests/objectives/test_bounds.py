@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,5 +116,5 @@ def test_gradients_of_the_bound_are_finite():
     for mean in (np.zeros(6), np.asarray([1e4, -1e4, 0, 0, 1e4, 3])):
         for form in (np.zeros(6), np.zeros((6, 6)), np.eye(6), np.ones((6, 6))):
             _, grads = with_slopes(1, mean.astype(np.float32), form.astype(np.float32))
-            assert all(np.all(np.isfinite(leaf)) for leaf in grads)
+            chex.assert_tree_all_finite(grads)
             assert grads[0].dtype == np.float32

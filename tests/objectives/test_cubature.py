@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -206,7 +207,7 @@ def test_derivatives_forward_in_reverse_and_second_ones(cov):
     for fn, slopes in backward.items():
         for back, ahead in zip(slopes, here[fn][1:], strict=True):
             np.testing.assert_allclose(back, ahead, atol=1e-12)
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(second))
+    chex.assert_tree_all_finite(second)
 
 
 def hessians():
@@ -267,7 +268,7 @@ def test_float32_slopes_are_finite_and_zero_for_masked_logits(mean, cov):
         results = everything(mean, scale * cov.astype(np.float32))
         for fn in ("softmax", "uncertainty") if masked.any() else FUNCTIONS:
             _, *slopes = results[fn]
-            assert all(np.isfinite(leaf).all() for leaf in slopes)
+            chex.assert_tree_all_finite(slopes)
             np.testing.assert_array_equal(slopes[0][..., masked], 0)
         log_probs, by_mean, _ = map(np.asarray, results["softmax"])
         assert by_mean.dtype == np.float32

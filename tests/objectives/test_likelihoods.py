@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,7 +150,7 @@ def test_gradients_are_finite_without_uncertainty(name, score):
     for shape in ((mean.size,), (mean.size, mean.size)):
         args = likelihood, target, mean, np.zeros(shape)
         _, grads = with_grads[score](*args)
-        assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(grads))
+        chex.assert_tree_all_finite(grads)
         narrow = jax.tree.map(
             lambda x: x if np.issubdtype(x.dtype, np.integer) else x.astype(np.float32), args
         )
@@ -195,8 +196,7 @@ def test_huge_outputs_stay_finite():
     for mean in ([1e4, 0, -1e4, 0], [-1e4, 0, 1e4, 0]):
         args = (np.asarray(x, np.float32) for x in (np.ones(2), mean, np.ones(4)))
         value, (_, *grads) = with_grads[uncompiled](HeteroscedasticGaussian(), *args)
-        assert np.isfinite(value)
-        assert all(np.all(np.isfinite(leaf)) for leaf in grads)
+        chex.assert_tree_all_finite((value, grads))
 
 
 # -- log marginals ------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_log_marginal_is_finite_where_the_probability_underflows():
     for cov in (np.zeros(4, np.float32), np.ones((4, 4), np.float32)):
         value, (_, *grads) = with_grads[log_marginal](Categorical(), np.asarray(1), mean, cov)
         assert -1100 < value < -900
-        assert all(np.all(np.isfinite(leaf)) for leaf in grads)
+        chex.assert_tree_all_finite(grads)
         np.testing.assert_allclose(grads[0], [-1.0, 1.0, 0.0, 0.0], atol=1e-5)
 
 

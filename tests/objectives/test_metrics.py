@@ -65,11 +65,12 @@ def test_invalid_predictions(name):
     """Raised where values are known; in compiled code NaN, never a plausible score."""
     metric, labels = getattr(objectives, name), np.array([0, 1])
     for probabilities, given, error, match in (
-        (np.full((2, 3), 1 / 3), labels + 2, ValueError, "labels from 0 to 2.*Got .*3"),
-        (np.ones((4, 3)), np.ones((4, 3), int), ValueError, r"probabilities \(N, C\) and labels"),
-        (np.ones((4, 3)), np.ones(4), ValueError, "integer labels"),
+        (np.full((2, 3), 1 / 3), labels + 2, ValueError, "classes from 0 to 2.*Got .*3"),
+        (np.ones((4, 3)), np.ones((4, 3), int), ValueError, r"shape \(4,\). Got \(4, 3\).*one-hot"),
+        (np.ones((4, 3)), np.ones(4), ValueError, "integer class"),
         (np.eye(2, dtype=int), labels, TypeError, r"int64. Use .astype\(jnp.float32\)"),
         ([[1.0, 0.0]], labels, TypeError, r"Got list. Use jnp.asarray"),
+        (np.ones((4, 2, 3)), np.ones((4, 2), int), ValueError, r"probabilities \(N, C\)"),
         (np.ones((0, 2)), labels[:0], ValueError, "at least one example"),
     ):
         with pytest.raises(error, match=match):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,7 +104,7 @@ def slopes(belief):
 @members
 def test_gradients_are_finite_without_variance(family, shape):
     gradient = slopes(without_variance(family, shape))["total"]
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
+    chex.assert_tree_all_finite(gradient)
 
 
 @kernels

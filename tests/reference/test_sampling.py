@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -119,7 +120,7 @@ def test_certain_outputs_and_gradients_at_them():
         return jnp.sum(total), moments
 
     gradient, moments = gradient_and_moments(belief)
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
+    chex.assert_tree_all_finite(gradient)
     assert moments.mean[0] == 3 * belief.mean[0]  # bit for bit
     for value in (moments.standard_deviation, moments.mean_error, moments.sd_error):
         assert value[0] <= jnp.finfo(jnp.float32).eps
