@@ -94,7 +94,8 @@ class Curvature:
                     for p, x in turned.items()
                 )
                 of = Gaussian(posterior[1]) if self.likelihood == Gaussian() else self.likelihood
-                moments = Moments(outputs[:, chosen], Full(cov[:, :, None, :, None]))
+                cov = Full(cov[:, :, None, :, None].astype(outputs.dtype))
+                moments = Moments(outputs[:, chosen], cov)
                 return jnp.sum(jnp.where(valid, of(moments).log_prob(targets[:, chosen]), 0))
 
             return jax.lax.map(score, (variances, noise))

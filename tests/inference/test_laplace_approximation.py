@@ -283,7 +283,7 @@ def test_held_out_data_choose_the_precision_that_predicts_them_best(likelihood, 
 
 
 @pytest.mark.filterwarnings("ignore:.*the edge of the range:UserWarning")
-@pytest.mark.parametrize("name", ["scanned", "recurrent", "bridged"])
+@pytest.mark.parametrize("name", ["scanned", "bridged"])
 def test_held_out_data_of_models_that_scan_or_are_bridged(name):
     model, x = evaluated(MODELS[name]), X[:6].astype(jnp.float64)
     data = x, (x[:, 0] > 0).astype(int)
