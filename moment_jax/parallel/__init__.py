@@ -5,8 +5,7 @@ The transforms are compiled for the shardings of their inputs, and the compiler 
 heads, hidden features and vocabularies.
 """
 
-from moment_jax.parallel.mesh import make_mesh, shard_batch
-from moment_jax.parallel.moments import constrain, moment_specs
+from moment_jax.parallel.mesh import constrain, make_mesh, moment_specs, shard_batch
 from moment_jax.parallel.parameters import partition_spec, shard, shardings
 
 __all__ = [
