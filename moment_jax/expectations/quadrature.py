@@ -1,5 +1,6 @@
 """Moments of any smooth scalar function of a Gaussian, by Gauss-Hermite quadrature."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -89,9 +90,9 @@ def of(activation: str | ScalarFunction) -> Formula:
     """The moments of an activation, a function (mean, variance) -> `ElementwiseMoments`.
 
     Args:
-      activation: "relu", "gelu" (the exact one, x Phi(x)), or a JAX function of a scalar. Whatever has
-        the values of these two has their closed forms, `jax.nn.relu` or a `partial` of `jax.nn.gelu`
-        say; any other goes through `elementwise`.
+      activation: "relu", "gelu" (the exact one, x Phi(x)), or a JAX function of a scalar (static, so
+        hashable). Whatever has the values of these two has their closed forms, `jax.nn.relu` or a
+        `partial` of `jax.nn.gelu` say; any other goes through `elementwise`.
 
     Raises:
       ValueError: if the name is unknown.
@@ -117,13 +118,18 @@ def of(activation: str | ScalarFunction) -> Formula:
             f"An activation is a function of a scalar. Got {activation!r}, which makes {out!r} of one. "
             "Give one such as jnp.tanh."
         )
+    return _closed_form(activation) or partial(elementwise, activation)
+
+
+@functools.lru_cache(maxsize=64)
+def _closed_form(activation: ScalarFunction) -> Formula | None:
+    """The closed form of a function with the values of ReLU or GELU."""
     points = np.linspace(-6, 6, 49, dtype=np.float32)
     with jax.ensure_compile_time_eval():
-        values = np.asarray(jax.vmap(activation)(jnp.asarray(points)), float)
-    for moments, exact in _CLOSED_FORMS.values():
-        if np.allclose(values, exact(points), rtol=1e-5, atol=1e-6):
-            return moments
-    return partial(elementwise, activation)
+        # Compiled, for in a `vmap` around this nothing else is known.
+        values = np.asarray(jax.jit(jax.vmap(activation))(points), float)
+    near = partial(np.allclose, values, rtol=1e-5, atol=1e-6)
+    return next((form for form, exact in _CLOSED_FORMS.values() if near(exact(points))), None)
 
 
 def expected(fn: ScalarFunction, mean: Array, variance: Array, *, num_nodes: int = 20) -> Array:
