@@ -139,22 +139,18 @@ def trust_region(
         least, clip = jnp.float32(0), jnp.float32(1)
         return TrustRegionState(inner.init(params), jnp.int32(0), first, least, clip)
 
-    def adapted(state: TrustRegionState, last: LastStep, back: Array) -> tuple[Array, Array]:
-        """The bound, and the least that slopes may make it."""
-        slope = last.scaled(last.slope)
-        # A bound that was not active cannot have been too small.
-        past = jnp.where(state.clip < 1, slope, jnp.maximum(slope, aim)) - aim
-        followed = jnp.exp(-jnp.where(past > 0, 2, 1) * rate * past)
-        least = jnp.where(back, 0.25, 1) * state.least * state.steps / (state.steps + 1)
-        moved = jnp.clip(state.bound * jnp.where(back, 0.25, followed), *BOUNDS)
-        moved = jnp.maximum(moved, least)
-        return moved, jnp.maximum(least, moved / SLACK)
-
     def update(updates: Any, state: TrustRegionState, params: Any = None, **extra: Any) -> Any:
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
         last = optax.tree.get(inner_state, "last")
         if bound is None:
-            most, least = adapted(state, last, _taken_back("trust_region", extra))
+            back, slope = _taken_back("trust_region", extra), last.scaled(last.slope)
+            # A bound that was not active cannot have been too small.
+            past = jnp.where(state.clip < 1, slope, jnp.maximum(slope, aim)) - aim
+            followed = jnp.exp(-jnp.where(past > 0, 2, 1) * rate * past)
+            least = jnp.where(back, 0.25, 1) * state.least * state.steps / (state.steps + 1)
+            most = jnp.clip(state.bound * jnp.where(back, 0.25, followed), *BOUNDS)
+            most = jnp.maximum(most, least)
+            least = jnp.maximum(least, most / SLACK)
         else:
             most, least = current(bound, state.steps), state.least
         size = last.quadratic / 2

@@ -243,23 +243,14 @@ def stack_factors(groups: Groups, factors: Any) -> tuple[Factors, Array]:
     return stacked, jnp.all(jnp.stack(finite))
 
 
-def _checked(block: LayerBlock, factor: Factor | None) -> Factor:
+def _checked(block: LayerBlock, factor: Any) -> Factor:
     """The factor, if it fits the layer; raises otherwise."""
-    fix = "Take them from mj.optim.value_grad_and_factors of the trained model"
-    if factor is None:
+    shapes = [(block.count, *shape) for shape in block.factor_shapes]
+    if not isinstance(factor, block.factor) or [x.shape for x in factor[:-1]] != shapes:
         raise ValueError(
-            f"The factors of layer {block.name!r} ({', '.join(block.leaves)}) are missing. {fix}, or "
-            "leave its parameters to another optimiser: mj.optim.for_model, or optax.partition."
+            f"Layer {block.name!r} ({', '.join(block.leaves)}) needs a {block.factor.__name__} of "
+            f"arrays {shapes}. Got {jax.tree.map(jnp.shape, factor)}. Take the factors from "
+            "mj.optim.value_grad_and_factors of the trained model and blocks=mj.optim.find_blocks of "
+            "it, or leave its parameters to another optimiser: mj.optim.for_model, or optax.partition."
         )
-    if not isinstance(factor, block.factor):
-        raise TypeError(
-            f"Layer {block.name!r} needs a {block.factor.__name__}. Got {type(factor).__name__}. {fix}."
-        )
-    for name, one, array in zip(factor._fields, block.factor_shapes, factor, strict=False):
-        shape, got = (block.count, *one), tuple(array.shape)
-        if got != shape:
-            raise ValueError(
-                f"The factor {name!r} of layer {block.name!r} needs the shape {shape}. Got {got}. "
-                f"{fix}, whose layers are those of blocks=mj.optim.find_blocks(model)."
-            )
     return factor

@@ -168,9 +168,8 @@ def _averaged(
 ) -> tuple[AveragedFactors, Array, Array]:
     """The averages with new factors, whether these are new, and whether there are any yet."""
     rate = jnp.asarray(decay, jnp.float32)
-    mixed = {
-        key: layers.averaged(state.factors[key], each, rate, finite) for key, each in new.items()
-    }
+    old = state.factors
+    mixed = {key: layers.averaged(old[key], each, rate, finite) for key, each in new.items()}
     fresh = finite & jnp.any(jnp.stack([factor.weight > 0 for factor in new.values()]))
     known = jnp.all(jnp.stack([factor.weight > 0 for factor in mixed.values()]))
     steps, every = state.steps + known, jnp.asarray(every, jnp.int32)
@@ -314,6 +313,8 @@ def _chain(
         optax.ema(momentum),
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),
+        # A rate that is an array widens narrow steps, and a step left out is as narrow as gradients.
+        optax.stateless_with_tree_map(lambda step, param: step.astype(param.dtype)),
     )
     return adaptation.undo_bad_steps(optax.apply_if_finite(chain, max_consecutive_errors=NEVER))
 

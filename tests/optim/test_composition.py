@@ -98,6 +98,17 @@ def test_injected_hyperparameters():
     assert nothing(update(grads, state, params, factors=factors)[0])
 
 
+def test_steps_are_as_narrow_as_parameters():
+    """Also where a setting is an array, and a step may be left out."""
+    params, _, factors = pieces()
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    tx = CG_FAC(jnp.float32(0.5), **FIXED)
+    step = jax.eval_shape(
+        lambda state: tx.update(params, state, params, factors=factors), tx.init(params)
+    )[0]
+    assert {leaf.dtype for leaf in jax.tree.leaves(step)} == {jnp.dtype(jnp.bfloat16)}
+
+
 def test_masks_of_whole_layers():
     def mask(tree):
         return jax.tree_util.tree_map_with_path(lambda path, _: "hidden" in str(path), tree)
