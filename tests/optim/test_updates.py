@@ -60,11 +60,11 @@ class Steps:
         self.make, self.blocks, self.params, self.settings = make, blocks, params, settings
         self.state = make(blocks=blocks, **settings).init(params)
 
-    def __call__(self, grads, factors, keep=True, **extra):
+    def __call__(self, grads, factors, **extra):
         update = compiled(self.make, self.blocks)
         settings = {key: jnp.asarray(value) for key, value in self.settings.items()}
-        steps, state = update(settings, grads, self.state, self.params, factors=factors, **extra)
-        self.state = state if keep else self.state
+        args = settings, grads, self.state, self.params
+        steps, self.state = update(*args, factors=factors, **extra)
         return steps
 
     def get(self, key):
