@@ -43,7 +43,8 @@ class Checkpoints(ocp.CheckpointManager):
         options = ocp.CheckpointManagerOptions(
             max_to_keep=2, cleanup_tmp_directories=True, enable_async_checkpointing=False
         )
-        super().__init__(folder.absolute(), options=options)
+        handler = ocp.StandardCheckpointHandler()  # named, or reading the settings alone warns
+        super().__init__(folder.absolute(), options=options, item_handlers=handler)
 
     def keep(self, step: int, state: Any) -> None:
         """Save the state after `step` updates, and the settings."""
