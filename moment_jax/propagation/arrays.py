@@ -342,6 +342,34 @@ def moved(operation: Any, places: Places, rest: Any) -> list[Places] | None:
     return [np.asarray(r) for r in results]
 
 
+def as_product(eqn: Any) -> Any:
+    """A convolution of patches (kernel = stride, no padding) as a product of them, else None."""
+    if eqn.primitive.name != "conv_general_dilated":
+        return None
+    p = eqn.params
+    image, filters, out = p["dimension_numbers"]
+    size = tuple(eqn.invars[1].aval.shape[i] for i in filters[2:])
+    ones = {
+        *p["lhs_dilation"],
+        *p["rhs_dilation"],
+        p["feature_group_count"],
+        p["batch_group_count"],
+    }
+    if size != tuple(p["window_strides"]) or any(map(any, p["padding"])) or ones != {1}:
+        return None
+
+    def product(x: Array, kernel: Array) -> Array:
+        x, kernel = x.transpose(image), kernel.transpose(filters)
+        for axis, k in enumerate(size, 2):  # what fills no patch
+            x = jax.lax.slice_in_dim(x, 0, x.shape[axis] // k * k, axis=axis)
+        pairs = itertools.chain(*((n // k, k) for n, k in zip(x.shape[2:], size, strict=True)))
+        over = [1, *range(3, 3 + 2 * len(size), 2)], [1, *range(2, 2 + len(size))]
+        y = jax.lax.dot_general(x.reshape(*x.shape[:2], *pairs), kernel, (over, ([], [])))
+        return y.transpose(np.argsort([out[0], *out[2:], out[1]]))
+
+    return product
+
+
 def uniform(array: Any) -> Any:
     """The number that fills a known array, or None."""
     if not is_known(array):
