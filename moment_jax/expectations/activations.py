@@ -1,6 +1,7 @@
 """Exact moments of activations of a Gaussian: ReLU, GELU, piecewise linear functions, steps."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -180,11 +181,18 @@ def piecewise_linear(
     >>> print(f"{moments.mean[0]:.3f} {moments.variance[0]:.3f}")
     0.798 0.363
     """
+    function = partial(_piecewise_linear, kinks=kinks, slopes=slopes, value=value)
+    return evaluated("piecewise_linear", function, mean, variance)
+
+
+def _piecewise_linear(
+    mean: Array, variance: Array, kinks: Sequence[float], slopes: Sequence[float], value: float
+) -> ElementwiseMoments:
     if abs(slopes[0]) > abs(slopes[-1]):  # mirror: f(x) = g(-x), g starts with the flatter line
         last = value + sum(
             s * (b - a) for s, (a, b) in zip(slopes[1:], pairwise(kinks), strict=False)
         )
-        turned = piecewise_linear(
+        turned = _piecewise_linear(
             -mean, variance, [-t for t in kinks[::-1]], [-s for s in slopes[::-1]], last
         )
         return turned._replace(gain=-turned.gain)

@@ -19,6 +19,7 @@ class Family(NamedTuple):
     slope: Callable[[np.ndarray], np.ndarray]
     variances: tuple[float, ...]  # where the moments are meant to be exact
     exact_variance: bool = True
+    kinks: tuple[float, ...] = (0.0,)
 
 
 _CLOSED = (1e-8, 1e-4, 0.01, 0.06, 0.065, 0.5, 1.0, 4.0, 30.0, 100.0)
@@ -44,19 +45,28 @@ FAMILIES = {
         _CLOSED,
         exact_variance=False,
     ),
+    "clipped": Family(
+        partial(
+            expectations.piecewise_linear, kinks=(-1.0, 0.5), slopes=(0.1, 1.0, 0.0), value=-1.0
+        ),
+        lambda x: np.clip(x, -1, 0.5) + 0.1 * np.minimum(x + 1, 0),
+        lambda x: np.where(x < -1, 0.1, 1.0 * (x < 0.5)),
+        _CLOSED,
+        kinks=(-1.0, 0.5),
+    ),
     "sin": Family(_quadrature(jnp.sin), np.sin, np.cos, _SMOOTH),
 }
 
 
 def integral(family: Family, mean: float, variance: float) -> ElementwiseMoments:
-    """The moments by composite Gauss-Legendre integration, with a break at 0.
+    """The moments by composite Gauss-Legendre integration, with breaks at its kinks.
 
     second = E[f (z^2 - 1)] / sqrt(2), z = (x - m) / s, is the definition; by parts it is
     s E[f' z] / sqrt(2), which needs no second derivative and does not cancel.
     """
     scale = np.sqrt(variance)
     low, high = mean - 13 * scale, mean + 13 * scale
-    edges = np.unique(np.clip(np.append(np.linspace(low, high, 261), 0.0), low, high))
+    edges = np.unique(np.clip(np.append(np.linspace(low, high, 261), family.kinks), low, high))
     points, weights = np.polynomial.legendre.leggauss(12)
     half = 0.5 * np.diff(edges)[:, None]
     x = (edges[:-1, None] + half * (1 + points[None, :])).ravel()
