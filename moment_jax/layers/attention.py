@@ -48,7 +48,7 @@ def attention(
 
     Source: Transformer derivation, sections 4.2 to 4.4.
     """
-    return attended(mean, cov.seen_by(mask), params, num_heads, mask, order)[:2]
+    return attention_with_carry(mean, cov.seen_by(mask), params, num_heads, mask, order)[:2]
 
 
 @materialized_inputs
@@ -92,10 +92,10 @@ def cross_attention(
     Source: Transformer derivation, sections 1.1 and 4.2 to 4.4.
     """
     memory = memory_mean, memory_cov.seen_by(mask, memory=True)
-    return attended(mean, cov, params, num_heads, mask, order, memory=memory)[:2]
+    return attention_with_carry(mean, cov, params, num_heads, mask, order, memory=memory)[:2]
 
 
-def attended(
+def attention_with_carry(
     mean: Array,
     cov: S,
     params: AttentionParams,

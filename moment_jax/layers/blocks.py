@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
-from moment_jax.layers.attention import attended
+from moment_jax.layers.attention import attention_with_carry
 from moment_jax.layers.checks import check_moments
-from moment_jax.layers.feed_forward import Activation, fed_forward
-from moment_jax.layers.norm import layer_norm, normalized
+from moment_jax.layers.feed_forward import Activation, feed_forward_with_carry
+from moment_jax.layers.norm import layer_norm, norm_with_carry
 from moment_jax.layers.params import DecoderBlockParams, EncoderBlockParams, NormParams, S
 from moment_jax.layers.rules import Carry
 from moment_jax.xla import materialized_inputs
@@ -69,8 +69,10 @@ def encoder_block(
     check_moments("encoder_block", mean, cov)
     cov = cov.seen_by(mask)
     norm = Normalization(norm_first, epsilon, order)
-    attend = partial(attended, params=params.attention, num_heads=num_heads, mask=mask, order=order)
-    transform = partial(fed_forward, params=params.feed_forward, activation=activation)
+    attend = partial(
+        attention_with_carry, params=params.attention, num_heads=num_heads, mask=mask, order=order
+    )
+    transform = partial(feed_forward_with_carry, params=params.feed_forward, activation=activation)
     mean, cov = sublayer(mean, cov, attend, params.norm1, norm)
     return sublayer(mean, cov, transform, params.norm2, norm)
 
@@ -114,10 +116,10 @@ def decoder_block(
     cov = cov.seen_by(mask)
     memory = memory_mean, memory_cov.seen_by(memory_mask, memory=True)
     norm = Normalization(norm_first, epsilon, order)
-    heads = partial(attended, num_heads=num_heads, order=order)
+    heads = partial(attention_with_carry, num_heads=num_heads, order=order)
     attend = partial(heads, params=params.self_attention, mask=mask)
     look = partial(heads, params=params.cross_attention, mask=memory_mask, memory=memory)
-    transform = partial(fed_forward, params=params.feed_forward, activation=activation)
+    transform = partial(feed_forward_with_carry, params=params.feed_forward, activation=activation)
     mean, cov = sublayer(mean, cov, attend, params.norm1, norm)
     mean, cov = sublayer(mean, cov, look, params.norm2, norm)
     return sublayer(mean, cov, transform, params.norm3, norm)
@@ -131,6 +133,6 @@ def sublayer(
         out, out_cov, carry = branch(mean, cov)
         mean, cov = mean + out, cov.add_branch(out_cov, carry(cov.with_itself()))
         return layer_norm(mean, cov, params, epsilon=norm.epsilon, order=norm.order)
-    inner, inner_cov, normed = normalized(mean, cov, params, norm.epsilon, norm.order)
+    inner, inner_cov, normed = norm_with_carry(mean, cov, params, norm.epsilon, norm.order)
     out, out_cov, carry = branch(inner, inner_cov)
     return mean + out, cov.add_branch(out_cov, carry(normed(cov.with_itself())))

@@ -90,10 +90,10 @@ def feed_forward(
 
     Source: Transformer derivation, section 4.6.
     """
-    return fed_forward(mean, cov, params, activation)[:2]
+    return feed_forward_with_carry(mean, cov, params, activation)[:2]
 
 
-def fed_forward(
+def feed_forward_with_carry(
     mean: Array, cov: S, params: FeedForwardParams, activation: Activation
 ) -> tuple[Array, S, Carry]:
     """`feed_forward`, and how it carries covariances with its input: see `rules`."""

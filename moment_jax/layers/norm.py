@@ -40,7 +40,7 @@ def layer_norm(
     Source: Transformer derivation, section 4.5 and Prop. 4, with the standard deviation instead of the
     variance, the full Jacobian and the expected sample variance.
     """
-    return normalized(mean, cov, params, epsilon, order)[:2]
+    return norm_with_carry(mean, cov, params, epsilon, order)[:2]
 
 
 @materialized_inputs
@@ -56,10 +56,10 @@ def rms_norm(
     >>> print(mean.round(3)[0])
     [1.414 0.   ]
     """
-    return normalized(mean, cov, params, epsilon, order, centres=False)[:2]
+    return norm_with_carry(mean, cov, params, epsilon, order, centres=False)[:2]
 
 
-def normalized(
+def norm_with_carry(
     mean: Array, cov: S, params: NormParams, epsilon: float, order: int, *, centres: bool = True
 ) -> tuple[Array, S, Carry]:
     """`layer_norm` or `rms_norm`, and how it carries covariances with its input: see `rules`."""

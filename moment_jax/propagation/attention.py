@@ -12,7 +12,7 @@ import numpy as np
 from moment_jax.covariance import Diagonal
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt
 from moment_jax.covariance.pool import pool_seen
-from moment_jax.layers.attention import attended
+from moment_jax.layers.attention import attention_with_carry
 from moment_jax.layers.dense import dense
 from moment_jax.layers.params import AttentionParams, DenseParams
 from moment_jax.posterior import Factorized, OutputShared, Point
@@ -121,7 +121,7 @@ def _moments(
 
     of_query, of_key, of_value = layers
     params = AttentionParams(of_query, of_key, of_value, output)
-    mean, cov, carried = attended(
+    mean, cov, carried = attention_with_carry(
         x.mean, seen if own else x.cov, params, len(core.columns[0]), mask, 2,
         memory=None if own else (source.mean, seen), turns=(rotation, key.rotation),
     )  # fmt: skip

@@ -13,7 +13,7 @@ from jax import Array
 from moment_jax.covariance.numerics import correlation_of, safe_sqrt
 from moment_jax.expectations import softmax_expansion, softmax_jacobian
 from moment_jax.layers.ends import softmax
-from moment_jax.layers.norm import normalized
+from moment_jax.layers.norm import norm_with_carry
 from moment_jax.layers.params import NormParams
 from moment_jax.posterior import Point
 from moment_jax.propagation import arrays, regions
@@ -128,7 +128,9 @@ def _normalized(
         x = whole.base.at(whole.order.ravel()[places])
         factor = Point(jnp.full(x.mean.shape[1], kind.factor, x.mean.dtype))
         params = NormParams(None if kind.factor == 1 else factor)
-        mean, cov, carry = normalized(x.mean, x.cov, params, kind.epsilon, 2, centres=kind.centres)
+        mean, cov, carry = norm_with_carry(
+            x.mean, x.cov, params, kind.epsilon, 2, centres=kind.centres
+        )
         own = propagator.pooled(arrays.made(mean, cov, np.arange(mean.size), (x, carry))).base
         own.node = node
         order = np.full(t * width, -1)
