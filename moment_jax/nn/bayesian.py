@@ -370,7 +370,7 @@ class Bayesian(nnx.Module):
                     "A linearised model needs certain inputs. Got the moments of a random one. Use "
                     "model.replace(linearised=False)."
                 )
-            kept = Diagonal if self.structure is Diagonal else Full
+            kept = Diagonal if self.structure.entrywise else Full
             of = linearise(fn, structure=kept)
         else:
             of = propagate(fn, structure=self.structure, landmarks=self.landmarks, receipt=receipt)

@@ -8,7 +8,7 @@ from flax import nnx
 from jax import Array
 
 from moment_jax import objectives
-from moment_jax.covariance import Diagonal, Moments
+from moment_jax.covariance import Moments
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
 from moment_jax.objectives.checks import labels_of, over_batch
 
@@ -44,7 +44,7 @@ def present(kind: Any, noise: Any) -> Any:
 def expected(likelihood: Any, y: Array, moments: Moments) -> Array:
     """E[log p(y | f)] at every place of a batch, (...) for moments (..., C), in nats."""
     mean = moments.mean
-    known = moments.variance if isinstance(moments.cov, Diagonal) else moments.features
+    known = moments.variance if moments.cov.entrywise else moments.features
     fn = partial(objectives.expected_log_likelihood, likelihood)
     if isinstance(likelihood, Categorical):
         y = labels_of("elbo", y, mean)

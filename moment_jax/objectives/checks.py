@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance import Covariance, Diagonal
+from moment_jax.covariance import Covariance
 from moment_jax.covariance.fields import check_array, check_floating, known_values
 from moment_jax.covariance.numerics import vector_variance
 from moment_jax.xla import diagonal_matrix, diagonal_of
@@ -61,7 +61,7 @@ def logits_cov(name: str, mean: Array, cov: Cov) -> Array:
     check_cov(name, shape, cov, (shape + shape[-1:],))
     if not isinstance(cov, Covariance):
         return cov
-    if isinstance(cov, Diagonal):
+    if cov.entrywise:
         return cov.variance().reshape(shape)
     return cov.token_blocks().reshape(shape + shape[-1:])
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance import Diagonal, Moments
+from moment_jax.covariance import Moments
 from moment_jax.covariance.fields import check_array, check_variances
 from moment_jax.covariance.numerics import vector_cov, vector_variance
 from moment_jax.expectations.quadrature import expected
@@ -75,7 +75,7 @@ class Categorical:
 
     def __call__(self, moments: Moments) -> CategoricalPredictive:
         """The predictive probabilities E[softmax(f)], and their uncertainty."""
-        known = moments.variance if isinstance(moments.cov, Diagonal) else moments.features
+        known = moments.variance if moments.cov.entrywise else moments.features
         found = probabilities_with_uncertainty(moments.mean, known, num_points=self.num_points)
         return CategoricalPredictive(*found)
 

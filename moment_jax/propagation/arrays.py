@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance import Diagonal
 from moment_jax.covariance.cross import Cross
 
 Axes = tuple[int, ...]
@@ -205,18 +204,6 @@ def take(array: Any, places: Places) -> Any:
     return xp.where(places < 0, 0, values) if (places < 0).any() else values
 
 
-def dense_cov(cov: Any, places: Places) -> Array:
-    """Dense covariance of the entries at these places, of shape (*places, *places)."""
-    size = math.prod(cov.shape)
-    flat = places.ravel()
-    dense = cov.to_dense().reshape(size, size)
-    if not np.array_equal(flat, np.arange(size)):
-        dense = dense[np.maximum(flat, 0)[:, None], np.maximum(flat, 0)]
-    if (flat < 0).any():
-        dense = jnp.where((flat < 0)[:, None] | (flat < 0), 0, dense)
-    return dense.reshape(*places.shape, *places.shape)
-
-
 def table(places: Places, width: int) -> tuple[Any, Any]:
     """The rows and columns of (T, width) of which places (U, O) are a table; None if they are none."""
     rows = np.where(places < 0, -1, places // width).max(axis=1)
@@ -231,9 +218,7 @@ def take_cov(cov: Any, places: Places) -> Any:
     num_tokens, num_features = cov.shape
     rows, columns = table(places, num_features)
     if rows is None:
-        if isinstance(cov, Diagonal):
-            return Diagonal(take(cov.variances, places))
-        return type(cov).project(dense_cov(cov, places))
+        return cov.entries(places)
     if not np.array_equal(rows, np.arange(num_tokens)):
         cov = cov.map_tokens(jax.nn.one_hot(rows, num_tokens, dtype=cov.dtype))
     if not np.array_equal(columns, np.arange(num_features)):

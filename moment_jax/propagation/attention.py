@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moment_jax.covariance import Diagonal
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt
 from moment_jax.covariance.pool import pool_seen
 from moment_jax.layers.attention import attention_with_carry
@@ -137,7 +136,7 @@ def _moments(
             assumed += ", though x has attended to it before"
         for part in (key, value):
             part.product.memory = True
-    if isinstance(cov, Diagonal) and core.shares_columns:
+    if cov.entrywise and core.shares_columns:
         assumed += "; heads too, though they share keys or values"
     if query.rotation is not None or key.rotation is not None:
         assumed += "; rotary positions turn means, and covariances as far as the structure can"

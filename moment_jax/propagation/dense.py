@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance import Full
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt
 from moment_jax.layers.dense import dense
 from moment_jax.layers.ends import embedding
@@ -136,8 +135,10 @@ def _with_kernel(propagator: Propagator, node: Node) -> Node:
             continue
         m = propagator.moments(kernel)
         posterior: Any = Factorized(m.array(), arrays.take(m.cov.variance(), m.places))
-        if propagator.structure is Full:
-            posterior = FullNormal(m.array(), arrays.dense_cov(m.cov, m.places))
+        if propagator.structure.exact:
+            posterior = FullNormal(
+                m.array(), m.cov.entries(m.places.reshape(1, -1)).cov.reshape(2 * m.shape)
+            )
         operands = list(node.operands)
         operands[side] = Weight.of(posterior)
         return replace(node, operands=tuple(operands))

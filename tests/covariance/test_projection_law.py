@@ -64,6 +64,7 @@ OPERATIONS = (
         "gain_noise_full": lambda cov: cov.gain_noise(MEAN, PSD),
         "elementwise": lambda cov: cov.elementwise(Gain(cov.variance())),
         "map_heads": lambda cov: cov.map_heads(HEADS),
+        "entries": lambda cov: cov.entries(np.array([[3, -1, 7], [19, 0, 3]])),
         # x + x K, and x - avg(x): the covariances of x with what is made of it.
         "add_branch": lambda cov: joined(cov, SQUARE),
         "add_average": lambda cov: joined(cov, jnp.full((5, 5), -0.2)),
