@@ -22,7 +22,7 @@ from moment_jax.covariance.separable import (
 )
 from moment_jax.layers.params import FeedForwardParams, bias_cov, with_bias
 from moment_jax.layers.rules import Carry, Moments
-from moment_jax.xla import diagonal_matrix
+from moment_jax.xla import diagonal_matrix, diagonal_of
 
 
 def feed_forward(
@@ -30,57 +30,49 @@ def feed_forward(
 ) -> tuple[Array, Separable, Carry]:
     """The rule of `feed_forward`: see there.
 
-    The hidden layer is read as energy times shares, G_tt C_ff / tr C, and its features as correlated
-    through x alone, whose covariance passes through the Jacobian with one gain a hidden unit, (D, D).
-    So no (F, F) matrix is formed, unless a kernel's entries are correlated.
+    For kernels of means M (D, F) and N (F, D), hidden units are read as energy times shares, G_tt s_f /
+    sum s, with the variances s (F,) of their pooled sum: h, by x, and those of S, by noise. They are
+    correlated through x alone, whose covariance passes through the Jacobian J = M diag(g) N, with one
+    gain g (F,) of the activation for all tokens. So C becomes J^T C J + N^T S N plus the output kernel's
+    noise, and no (F, F) matrix is formed, unless a kernel's entries are correlated.
     """
-    hidden, output, pool = params.hidden, params.output, cov.pool
-    first, second = hidden.kernel.mean, output.kernel.mean
-    hidden_bias = bias_cov(hidden.bias, first.shape[1], mean.dtype)
+    hidden, output, p = params.hidden, params.output, cov.pool
+    M, N, C, G = hidden.kernel.mean, output.kernel.mean, cov.features, cov.tokens
+    bias = bias_cov(hidden.bias, M.shape[1], mean.dtype)
 
-    # Hidden units: token Gram matrix (T, T); variances of the sum, by x and by noise, (F,). Those by x
-    # are read off the diagonal of C, which saves a (D, D, F) product.
-    before = tg.diagonal_of(cov.features)
-    own = before @ first**2
-    noise = kernel_noise(hidden.kernel, cov.features, weighted_sum(pool, mean)[None])
-    noise = summed_covs(noise, jnp.sum(pool) ** 2 * hidden_bias)
-    metric = hidden.kernel.input_metric()
-    size = jnp.sum(own) + jnp.sum(cov.features * vector_cov(metric))
-    tokens = cov.tokens * safe_divide(size, jnp.sum(before))
-    tokens = (
-        tokens + tg.gram(mean, metric, tg.count_of(tokens)) + jnp.sum(vector_variance(hidden_bias))
-    )
-    variances = outer_by_share(tg.diagonal_of(tokens), own + vector_variance(noise))
+    # The hidden units. h is read off the diagonal of C, which saves a (D, D, F) product.
+    c, count = diagonal_of(C), tg.count_of(G)
+    h = c @ M**2
+    S = kernel_noise(hidden.kernel, C, weighted_sum(p, mean)[None])
+    S = summed_covs(S, jnp.sum(p) ** 2 * bias)
+    Q = hidden.kernel.input_metric()
+    size = jnp.sum(h) + jnp.sum(C * vector_cov(Q))
+    G = G * safe_divide(size, jnp.sum(c)) + tg.gram(mean, Q, count) + jnp.sum(vector_variance(bias))
+    s = h + vector_variance(S)
+    variances = outer_by_share(tg.diagonal_of(G), s)
 
     # The activation: exact for single entries, by its gain between them.
-    moments = activation(hidden.mean_output(mean), variances)
-    rest = nonnegative(moments.variance - moments.gain**2 * variances)
-    shares = safe_divide(own + vector_variance(noise), jnp.sum(own + vector_variance(noise)))
-    gain = average_gain(pool, tokens, moments.gain)
-    tokens = tokens * tg.gram(moments.gain, shares, tg.count_of(tokens))
-    tokens = tg.add_diagonal(tokens, jnp.sum(rest, axis=1))
-    remaining = weighted_sum(pool**2, rest)
-    active = gain**2 * own
-    if noise.ndim == 1:  # its covariances in the output are left out: they move nothing
-        noise = gain**2 * noise + remaining
-        by_noise = noise @ second**2
+    f = activation(hidden.mean_output(mean), variances)
+    rest = nonnegative(f.variance - f.gain**2 * variances)
+    g, alone = average_gain(p, G, f.gain), weighted_sum(p**2, rest)
+    G = G * tg.gram(f.gain, safe_divide(s, jnp.sum(s)), count)
+    G = tg.add_diagonal(G, jnp.sum(rest, axis=1))
+    if S.ndim == 1:  # its covariances in the output are left out: they move nothing
+        S = g**2 * S + alone
+        NSN = S @ N**2
     else:
-        noise = gain[:, None] * noise * gain[None, :] + diagonal_matrix(remaining)
-        by_noise = numerics.gram(second.T, noise)
-    active = active + vector_variance(noise)
+        S = g[:, None] * S * g[None, :] + diagonal_matrix(alone)
+        NSN = numerics.gram(N.T, S)
+    s = g**2 * h + vector_variance(S)
 
     # The output.
-    jacobian = (first * gain[None, :]) @ second
-    features = numerics.gram(jacobian.T, cov.features)
-    variance = tg.diagonal_of(features) + vector_variance(by_noise)
-    pooled = weighted_sum(pool, moments.mean)[None]
-    metric = output.kernel.input_metric()
-    size = jnp.sum(variance) + active @ vector_variance(metric)
-    tokens = tokens * safe_divide(size, jnp.sum(active))
-    tokens = tokens + tg.gram(moments.mean, metric, tg.count_of(tokens))
-    by_kernel = kernel_noise(output.kernel, active, pooled)
-    variances = outer_by_share(tg.diagonal_of(tokens), variance + vector_variance(by_kernel))
-    features = summed_covs(features, summed_covs(by_noise, by_kernel))
-    features = agreeing(features, tokens, pool)
-    cov = with_bias(Separable.unchecked(variances, tokens, features, pool), output.bias)
-    return output.mean_output(moments.mean), cov, lambda cross: cross.map_features(jacobian)
+    J = (M * g[None, :]) @ N
+    JCJ, Q = numerics.gram(J.T, C), output.kernel.input_metric()
+    own = diagonal_of(JCJ) + vector_variance(NSN)
+    size = jnp.sum(own) + s @ vector_variance(Q)
+    G = G * safe_divide(size, jnp.sum(s)) + tg.gram(f.mean, Q, count)
+    noise = kernel_noise(output.kernel, s, weighted_sum(p, f.mean)[None])
+    variances = outer_by_share(tg.diagonal_of(G), own + vector_variance(noise))
+    C = agreeing(summed_covs(JCJ, summed_covs(NSN, noise)), G, p)
+    cov = with_bias(Separable.unchecked(variances, G, C, p), output.bias)
+    return output.mean_output(f.mean), cov, lambda cross: cross.map_features(J)
