@@ -58,12 +58,8 @@ def psd_cholesky(cov: Array, *, bounded: bool = False) -> Array:
     own, rows = diagonal_of(cov), jnp.arange(size + padding)
     least = size * jnp.finfo(cov.dtype).eps * own
 
-    def add_panel(k: Array | int, root: Array) -> Array:
-        """The next columns, from what the ones before leave of the matrix."""
-        first = k * width
-        before = jax.lax.dynamic_slice_in_dim(root, first, width)
-        left = jax.lax.dynamic_slice_in_dim(cov, first, width, axis=1) - dot(root, before.T)
-        rest = own - jnp.sum(root**2, axis=1)
+    def panel_of(first: Array | int, left: Array, rest: Array) -> Array:
+        """The next columns, from what the ones before leave of the matrix and of its diagonal."""
 
         def add_column(j: Array, panel: Array) -> Array:
             row = first + j
@@ -75,12 +71,19 @@ def psd_cholesky(cov: Array, *, bounded: bool = False) -> Array:
                 column = jnp.clip(column, -most, most)
             return panel.at[:, j].set(jnp.where(usable & (rows >= row), column, 0))
 
-        panel = jax.lax.fori_loop(0, width, add_column, jnp.zeros_like(left))
+        return jax.lax.fori_loop(0, width, add_column, jnp.zeros_like(left))
+
+    def add_panel(k: Array, root: Array) -> Array:
+        first = k * width
+        before = jax.lax.dynamic_slice_in_dim(root, first, width)
+        left = jax.lax.dynamic_slice_in_dim(cov, first, width, axis=1) - dot(root, before.T)
+        panel = panel_of(first, left, own - jnp.sum(root**2, axis=1))
         return jax.lax.dynamic_update_slice_in_dim(root, panel, first, axis=1)
 
-    root, count = jnp.zeros_like(cov), (size + padding) // width
-    root = add_panel(0, root) if count == 1 else jax.lax.fori_loop(0, count, add_panel, root)
-    return root[:size, :size]
+    count = (size + padding) // width
+    if count == 1:
+        return panel_of(0, cov, own)
+    return jax.lax.fori_loop(0, count, add_panel, jnp.zeros_like(cov))[:size, :size]
 
 
 def inverse_root(matrix: Array, least: float | None = None) -> Array:

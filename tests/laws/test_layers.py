@@ -190,7 +190,7 @@ def test_float32_and_gradients(structure: type[Covariance], run):
 @structures
 def test_one_token_of_two_features_in_order_1_by_any_family(structure: type[Covariance]):
     """In float32; the input may be certain, and its features equal."""
-    point, one, two, three, four, five = (
+    point, one, two, three, four = (
         random_block(key, 2, 3, 1.0, f) for key, f in zip(KEYS, KERNEL_FAMILIES, strict=False)
     )
     block = dataclasses.replace(
@@ -198,8 +198,8 @@ def test_one_token_of_two_features_in_order_1_by_any_family(structure: type[Cova
         attention=mj.AttentionParams(
             one.attention.query, two.attention.key, three.attention.value, four.attention.output
         ),
-        feed_forward=mj.FeedForwardParams(five.feed_forward.hidden, three.feed_forward.output),
-        norm1=five.norm1,
+        feed_forward=mj.FeedForwardParams(four.feed_forward.hidden, three.feed_forward.output),
+        norm1=four.norm1,
     )
     block = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), block)
     means = np.float32(2 * np.random.default_rng(0).normal(size=(5, 1, 2)))

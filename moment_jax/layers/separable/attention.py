@@ -47,9 +47,8 @@ class Projection(NamedTuple):
     by_bias: Array  # (K, K)
 
     def gram(self, metric: Array, pattern: tg.Tokens, noise: tg.Tokens) -> tg.Tokens:
-        """sum_ij metric_ij Cov[y_ti, y_sj], (T, T), of x's token pattern and the kernel's noise's."""
-        x, kernel, bias = (jnp.sum(part * metric) for part in self[2:])
-        return x * pattern + kernel * noise + bias
+        """sum_ij metric_ij Cov[y_ti, y_sj], (T, T), without the bias, from both patterns."""
+        return jnp.sum(self.by_input * metric) * pattern + jnp.sum(self.by_kernel * metric) * noise
 
 
 class _Sequence(NamedTuple):
@@ -169,15 +168,16 @@ def _sequence(
 
     if memory is None:
         noise = tg.gram(source, numerics.summed_covs(query, *others), count)
-        by_query = pattern(noise, of_key)
+        by_query = by_key = pattern(noise, of_key)
     else:
         noise = tg.gram(source, numerics.summed_covs(*others), count)
+        by_key = pattern(noise, of_key)
         by_query = pattern(tg.gram(mean, query, tg.count_of(cov.tokens)), of_query)
     seen = jnp.ones(len(source), bool) if mask is None else jnp.any(mask, axis=(0, 1))
     known = tg.seen_only(source_cov.pattern(), seen)
     own = tg.whole(known) if memory is None else None
     x = known if memory is None else cov.pattern()
-    patterns = x, known, by_query, pattern(noise, of_key), pattern(noise, source_cov.pool)
+    patterns = x, known, by_query, by_key, pattern(noise, source_cov.pool)
     return _Sequence(*patterns, tg.factored(known), own, seen, cov.pool, of_query, of_key)
 
 
@@ -276,7 +276,8 @@ def _one_head(head: _Head, sequence: _Sequence, order: int) -> _Output:
     v = value.mean - centre
     a = W @ v
 
-    noise = tg.seen_only(value.gram(M, sequence.source, sequence.of_value), sequence.seen)
+    noise = value.gram(M, sequence.source, sequence.of_value) + jnp.sum(value.by_bias * M)
+    noise = tg.seen_only(noise, sequence.seen)
     N, vM, B_ = tg.factored(noise), v @ M, tg.whole(B)
     N_ = tg.whole(N)
     V = vM @ v.T + N_
@@ -328,9 +329,10 @@ def _scores(head: _Head, sequence: _Sequence) -> tuple[tg.Tokens, tg.Tokens]:
     centred = safe_sqrt(by)[:, None] * (k.mean - _average(by, k.mean)[None])
     kk = centred.T @ centred
     size = jnp.sum(noise * qq) + jnp.sum(kk * by_query)
-    A = q.gram(kk + noise, sequence.x, sequence.of_query)
+    differences = kk + noise
+    A = q.gram(differences, sequence.x, sequence.of_query) + jnp.sum(q.by_bias * differences)
     A = A + tg.gram(q.mean, noise, tg.count_of(A))
-    B = k._replace(by_bias=jnp.zeros_like(k.by_bias)).gram(qq, sequence.source, sequence.of_key)
+    B = k.gram(qq, sequence.source, sequence.of_key)  # all keys share the bias
     B = B + tg.gram(k.mean, by_query, tg.count_of(B))
     B = tg.contrasts(tg.seen_only(B, sequence.seen), sequence.seen)
     return tg.divide(A, size * width), tg.seen_only(B, sequence.seen)
