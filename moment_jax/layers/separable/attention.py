@@ -278,8 +278,8 @@ def _one_head(head: _Head, sequence: _Sequence, order: int) -> _Output:
 
     noise = value.gram(M, sequence.source, sequence.of_value) + jnp.sum(value.by_bias * M)
     noise = tg.seen_only(noise, sequence.seen)
-    N, vM, B_ = tg.factored(noise), v @ M, tg.whole(B)
-    N_ = tg.whole(N)
+    N, vM = tg.factored(noise), v @ M
+    N_, B_ = tg.whole(N), tg.whole(B)  # in full, for products entry by entry
     V = vM @ v.T + N_
     WN, WB = W @ N, W @ B
     WNW, WBW = tg.product(WN, W, count), tg.product(WB, W, count)
@@ -294,10 +294,10 @@ def _one_head(head: _Head, sequence: _Sequence, order: int) -> _Output:
 
     P = (p * g)[:, None] * A * (p * g)[None, :]
     PW, WPW = tg.congruence(tg.factored(P), W)
-    BP, Y, Z = B_ * WPW, PW * WB, P * WBW
-    half = v.T @ (0.5 * (BP @ v) - Y.T @ a)
+    BP, PB, Z = B_ * WPW, PW * WB, P * WBW
+    half = v.T @ (0.5 * (BP @ v) - PB.T @ a)  # Y = a^T PB v
     C = half + half.T + a.T @ tg.factored(Z) @ a
-    n = jnp.sum(BP * N_) - 2 * jnp.sum(Y * WN) + tg.total(Z * WNW)  # the same of the noise, tr M C
+    n = jnp.sum(BP * N_) - 2 * jnp.sum(PB * WN) + tg.total(Z * WNW)  # the same of the noise, tr M C
     if order == 2:  # no more than the values' variance under the weights, in every token at once
         most = p @ safe_sqrt(heads.left_within(W @ v**2, a**2))
         C = jnp.clip(C, -most[:, None] * most[None, :], most[:, None] * most[None, :])
