@@ -7,9 +7,9 @@ pattern for all heads and projections of a sequence. Per head, with W = E[softma
 a = W v, and V = E[v v^T] over tokens under the metric M of the output, the head adds
 
     G  += A * (W (B * V) W^T - X - X^T + E[a a^T] * (W B W^T)) + W N W^T,   X = ((W V) * (W B)) W^T
-    C  += v^T ((W^T P W) * B) v - Y - Y^T + a^T (P * (W B W^T)) a,          Y = a^T ((P W) * (W B)) v
+    C  += v^T ((W^T Q W) * B) v - Y - Y^T + a^T (Q * (W B W^T)) a,          Y = a^T ((Q W) * (W B)) v
 
-where N is the noise of the values in V = v M v^T + N, P = p p^T * A the pairs of queries in the pooled
+where N is the noise of the values in V = v M v^T + N, Q = p p^T * A the pairs of queries in the pooled
 sum, * the product of entries, and E[a a^T] = a M a^T + W N W^T. Softmax keeps a part of its Jacobian: A
 is scaled by that, g_a g_b.
 """
@@ -292,12 +292,14 @@ def _one_head(head: _Head, sequence: _Sequence, order: int) -> _Output:
         g, _ = heads.kept_jacobian(found, W @ tg.diagonal_of(V), tg.diagonal_of(aa))
         G = tg.bound(g[:, None] * G * g[None, :], g * safe_sqrt(found))
 
-    P = (p * g)[:, None] * A * (p * g)[None, :]
-    PW, WPW = tg.congruence(tg.factored(P), W)
-    BP, PB, Z = B_ * WPW, PW * WB, P * WBW
-    half = v.T @ (0.5 * (BP @ v) - PB.T @ a)  # Y = a^T PB v
-    C = half + half.T + a.T @ tg.factored(Z) @ a
-    n = jnp.sum(BP * N_) - 2 * jnp.sum(PB * WN) + tg.total(Z * WNW)  # the same of the noise, tr M C
+    Q = (p * g)[:, None] * A * (p * g)[None, :]
+    QW, WQW = tg.congruence(tg.factored(Q), W)
+    BQ, QB, QWB = B_ * WQW, QW * WB, Q * WBW
+    half = v.T @ (0.5 * (BQ @ v) - QB.T @ a)  # Y = a^T QB v
+    C = half + half.T + a.T @ tg.factored(QWB) @ a
+    n = (
+        jnp.sum(BQ * N_) - 2 * jnp.sum(QB * WN) + tg.total(QWB * WNW)
+    )  # the same of the noise, tr M C
     if order == 2:  # no more than the values' variance under the weights, in every token at once
         most = p @ safe_sqrt(heads.left_within(W @ v**2, a**2))
         C = jnp.clip(C, -most[:, None] * most[None, :], most[:, None] * most[None, :])
