@@ -11,7 +11,7 @@ import pytest
 
 from moment_jax import linalg
 
-CLOSE = {"rtol": 1e-9, "atol": 1e-10}
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 SIZE = 3
 
 

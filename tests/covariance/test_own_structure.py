@@ -92,13 +92,13 @@ def test_propagate_and_modules_take_it():
 
 @pytest.mark.usefixtures("ranks_of_a_user")
 def test_a_vision_transformer_takes_it():
-    """Two heads whose noise is uncorrelated have nearly all of each token's variance."""
+    """Taking the noise of two halves as uncorrelated moves each logit's sd by a ninth on average."""
     images = jax.random.normal(KEYS[3], (2, 4, 4))
     model = mj.Bayesian(tiny_vision(), structure=Halves)
     ours, full = (jax.jit(m)(images) for m in (model, model.replace(structure=mj.Full)))
     assert type(ours.cov) is Halves
     assert ours.mean.shape == ours.sd.shape == (2, 3)
-    assert 0.5 < jnp.mean(ours.sd / full.sd) < 1.5
+    assert 0.8 < jnp.mean(ours.sd / full.sd) < 1.25
 
 
 def test_a_class_can_be_defined_again():
