@@ -3,17 +3,17 @@
 `python -m experiments.scale.kills FOLDER` is the training: a Bayesian perceptron by the analytic
 ELBO, sharded over all devices. It saves every few updates while it goes on, and at once after SIGTERM,
 on which it leaves with status 75. The same command goes on from the last checkpoint, whatever ended the
-one before, since Orbax names a checkpoint when it is whole. For several processes start each with
-`jax.distributed.initialize` on its own address: nothing else changes.
+one before, since Orbax names a checkpoint when it is whole. Several processes have to agree on the
+update after which they stop: for them `manager.reached_preemption(step)` takes the place of the event.
 """
 
 import argparse
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ ROWS, FEATURES, BATCH = 256, 8, 32
 ADAM = optax.adam(1e-2)
 TERMINATED, KILLED = 60, 120  # updates after which the check sends a signal
 PAUSE = 0.03  # seconds after an update of the check, as if the network were larger
+LONGEST = 300  # seconds of one training of the check
 
 
 def make() -> Any:
@@ -78,6 +79,8 @@ def update(state: dict[str, Any], step: Array) -> tuple[dict[str, Any], Array]:
 
 def train(folder: Path, pause: float = 0.0) -> None:
     """Train from the last checkpoint in a folder, or from the start; SystemExit 75 after SIGTERM."""
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
     mesh = mj.parallel.make_mesh(model=1)
     shapes = jax.eval_shape(start, jax.random.key(0))
 
@@ -102,9 +105,11 @@ def train(folder: Path, pause: float = 0.0) -> None:
             state, _ = update(state, jnp.int32(step))
             print(step, flush=True)
             time.sleep(pause)
+            stopped = stop.is_set()
             # Every few steps, and at once if SIGTERM has come; arrays are copied before this returns.
-            manager.save(step, args=ocp.args.StandardSave(state), force=step == STEPS)
-            if manager.reached_preemption(step):
+            saved = ocp.args.StandardSave(state)
+            manager.save(step, args=saved, force=stopped or step == STEPS)
+            if stopped:
                 manager.wait_until_finished()
                 print(f"SIGTERM: saved {manager.latest_step()}", flush=True)
                 sys.exit(PREEMPTED)
@@ -139,19 +144,23 @@ def _training(folder: Path, status: int, number: int | None = None, at: int = 0)
     """The lines of a training in a fresh process that gets a signal after an update, if any."""
     command = [sys.executable, "-m", "experiments.scale.kills", str(folder), str(PAUSE)]
     known = {**os.environ, **VIRTUAL, "JAX_NUM_CPU_DEVICES": "2"}
-    pipe: Any = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=ROOT, env=known, stdout=pipe, stderr=pipe, text=True)
     lines = []
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("["):  # the library that joins processes has its own to say
-            continue
-        lines.append(line.strip())
-        if number is not None and lines[-1] == str(at):
-            process.send_signal(number)
-    said = process.communicate()[1]
-    if process.returncode != status:
-        raise PartError(f"a training ended with {process.returncode}, not {status}: {said[-300:]}")
+    with tempfile.TemporaryFile("w+") as errors:  # a second pipe that nobody reads may fill up
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=known, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        late = threading.Timer(LONGEST, process.kill)
+        late.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line.strip())
+            if number is not None and lines[-1] == str(at):
+                process.send_signal(number)
+        late.cancel()
+        if process.wait() != status:
+            errors.seek(0)
+            said = f"{lines[-1:]}, {errors.read()[-300:]}"
+            raise PartError(f"a training ended with {process.returncode}, not {status}: {said}")
     return lines
 
 
@@ -169,11 +178,4 @@ def _leaves(folder: Path) -> list[np.ndarray]:
 
 
 if __name__ == "__main__":
-    # One process of one: JAX's preemption service then notes SIGTERM, and all processes agree on a step.
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    jax.distributed.initialize(
-        address, 1, 0, coordinator_bind_address=address, cluster_detection_method="deactivate"
-    )
     train(Path(sys.argv[1]), *map(float, sys.argv[2:]))
