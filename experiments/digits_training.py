@@ -15,7 +15,7 @@ from jax import Array
 import moment_jax as mj
 from experiments import data, networks
 from experiments.command_line import InputError
-from experiments.data import Digits
+from experiments.data import Digits, Images
 from experiments.networks import vision_transformer
 from experiments.stopping import StopRequest
 from experiments.training import Fitted, Task, clipped_adam, fit_saved
@@ -39,21 +39,21 @@ def bayesian_network(args: argparse.Namespace, plain: mj.nn.VisionTransformer) -
 
 
 def fit(
-    task: Task, args: argparse.Namespace, network: Any, seed: int, advance: Callable[[], Any],
-    request: StopRequest | None = None,
+    task: Task, args: argparse.Namespace, network: Any, seed: int, train: Images,
+    advance: Callable[[], Any], request: StopRequest | None = None,
 ) -> Fitted:  # fmt: skip
     """Train one seed; the seconds are of waiting for the program too."""
     named = dataclasses.replace(task, name=f"{task.name}, seed {seed}")
     folder, add = f"{task.name.split()[0].lower()}/seed_{seed}", int(task.validate is None)
-    return fit_saved(named, network, args, folder, seed, advance, request, add=add)
+    return fit_saved(named, network, args, folder, seed, advance, request, add=add, data=train)
 
 
 def plain(args: argparse.Namespace, digits: Digits) -> Task:
     """Cross-entropy with weight decay, stopped where the validation NLL is best."""
     size, steps = min(args.batch_size, digits.train.labels.size), args.plain_steps
 
-    def loss(network: Any, key: Array, step: Array) -> Array:
-        images, labels = data.mini_batch(key, step, digits.train, size)
+    def loss(network: Any, given: tuple[Array, Images], step: Array) -> Array:
+        images, labels = data.mini_batch(given[0], step, given[1], size)
         return optax.softmax_cross_entropy_with_integer_labels(network(images), labels).mean()
 
     def validate(network: Any) -> Array:
@@ -70,8 +70,8 @@ def bayesian(args: argparse.Namespace, digits: Digits) -> Task:
     count = digits.train.labels.size
     size = min(args.batch_size, count)
 
-    def loss(network: mj.Bayesian, key: Array, step: Array) -> Array:
-        images, labels = data.mini_batch(key, step, digits.train, size)
+    def loss(network: mj.Bayesian, given: tuple[Array, Images], step: Array) -> Array:
+        images, labels = data.mini_batch(given[0], step, given[1], size)
         weight = mj.objectives.kl_warmup(step, WARM_UP, args.kl_weight)
         return -network.elbo(images, labels, dataset_size=count, kl_weight=weight)
 
@@ -86,10 +86,11 @@ def trained(run_folder: Path) -> tuple[mj.Bayesian, Digits]:
     try:
         stored = json.loads((run_folder / "metrics.json").read_text())["settings"]
         args = argparse.Namespace(**{**stored, "out": run_folder, "resume": True})
-        digits = data.load()
-        network = bayesian_network(args, plain_network(args.seed))
+        seed, digits = args.seed, data.load(args.seed)
+        network = bayesian_network(args, plain_network(seed))
         # Its checkpoint is of the last update, so this trains no further.
-        return fit(bayesian(args, digits), args, network, args.seed, lambda: None).model, digits
+        found = fit(bayesian(args, digits), args, network, seed, digits.train, lambda: None)
+        return found.model, digits
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise InputError(
             f"{run_folder} holds no finished run of the main job ({error}); make one by "

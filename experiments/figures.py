@@ -10,8 +10,9 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 import moment_jax as mj
-from experiments.data import NUM_CLASSES
-from experiments.outputs import whole_file
+from experiments import predictions
+from experiments.data import Images
+from experiments.outputs import duration, whole_file
 from experiments.predictions import Prediction
 
 STYLE = {
@@ -27,6 +28,7 @@ STYLE = {
     "legend.frameon": False,
 }
 WRONG, OTHER, PLAIN, BAYES = "#c8442f", "#b9c0c8", "#d1852b", "#2b6cb0"
+SHOWN, ENDS = 8, ("surest", "least sure")  # images of a row
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -54,40 +56,55 @@ def histograms(panels: dict[str, dict[str, np.ndarray]], unit: str) -> Figure:
 
 
 @styled
-def doubt(angles: np.ndarray, curves: dict[str, dict[str, list[dict[str, float]]]]) -> Figure:
-    """Accuracy, NLL and entropy on the rotated test images against the angle, with standard errors."""
-    titles = {"accuracy": "accuracy", "nll": "NLL (nats)", "entropy": "entropy (nats)"}
-    figure, panels = plt.subplots(1, 3, figsize=(9, 2.8))
-    for axes, (score, title) in zip(panels, titles.items(), strict=True):
-        for colour, (name, curve) in zip((PLAIN, BAYES), curves.items(), strict=True):
-            mean, error = ([point[k] for point in curve[score]] for k in ("mean", "error"))
-            line = {"color": colour, "markersize": 3, "capsize": 2, "label": name}
-            axes.errorbar(angles, mean, np.nan_to_num(error), fmt="o-", **line)
-        axes.set(title=title, xlabel="angle (degrees)", xticks=angles[::2])
-        axes.set_ylim(bottom=0)
-    # As unsure as a guess between all classes.
-    panels[2].axhline(np.log(NUM_CLASSES), color="0.75", linewidth=1, zorder=0)
-    panels[1].legend(loc="upper left")
+def doubt(analytic: Prediction, images: Images) -> Figure:
+    """The test images of which the Bayesian network is surest and least sure."""
+    order = np.argsort(predictions.entropy(analytic.probabilities))
+    figure, axes = plt.subplots(2, SHOWN, figsize=(0.9 * SHOWN, 2.7))
+    figure.suptitle("the two likeliest classes and their probabilities; wrong in red", fontsize=8)
+    for row, chosen, title in zip(axes, (order[:SHOWN], order[-SHOWN:]), ENDS, strict=True):
+        row[0].set_ylabel(title)
+        for axis, i in zip(row, chosen, strict=True):
+            likeliest = np.argsort(-analytic.probabilities[i])[:2]
+            axis.imshow(images.images[i], cmap="gray_r")
+            axis.set(xticks=[], yticks=[])
+            said = [f"{k}: {analytic.probabilities[i, k]:.2f}" for k in likeliest]
+            wrong = likeliest[0] != images.labels[i]
+            axis.set_title("\n".join(said), fontsize=7, color=WRONG if wrong else "0.2")
     return figure
 
 
 @styled
-def spread(analytic: Prediction, samples: Prediction) -> Figure:
-    """The analytic standard deviation of every logit against that of the sampled networks."""
-    agreement = mj.reference.Agreement.of(*analytic[1:3], *samples[1:3])
-    x, y = samples.logit_sd, analytic.logit_sd
-    ends = 0.9 * min(x.min(), y.min()), 1.05 * max(x.max(), y.max())
+def risk(curves: dict[str, list[dict[str, float]]]) -> Figure:
+    """Share of errors among the surest predictions, against their share of all; means over seeds."""
+    figure, axes = plt.subplots(figsize=(4.2, 3.2))
+    for colour, (name, curve) in zip((PLAIN, BAYES), curves.items(), strict=True):
+        mean = 100 * np.array([point["mean"] for point in curve])
+        axes.plot(100 * np.arange(1, len(mean) + 1) / len(mean), mean, color=colour, label=name)
+    axes.set(xlabel="predictions kept, the surest first (%)", ylabel="of them wrong (%)")
+    axes.set(xlim=(0, 100), ylim=(0, None))
+    axes.legend(loc="upper left")
+    return figure
+
+
+@styled
+def spread(analytic: Prediction, independent: Prediction, samples: Prediction) -> Figure:
+    """The sd of every logit by one pass, and with tokens taken as independent, against sampled ones."""
+    x = samples.logit_sd.ravel()
+    end = 1.05 * max(x.max(), analytic.logit_sd.max())
     figure, axes = plt.subplots(figsize=(4.8, 4.9))
-    axes.plot(ends, ends, color="0.6", linewidth=1)
-    top = np.arange(NUM_CLASSES)[None, :] == analytic.probabilities.argmax(axis=1)[:, None]
+    axes.plot((0, end), (0, end), color="0.6", linewidth=1)
     points = {"markersize": 2.5, "markeredgewidth": 0, "alpha": 0.45}
-    axes.plot(x[~top], y[~top], "o", color=BAYES, label="other classes", **points)
-    axes.plot(x[top], y[top], "o", color=PLAIN, label="the predicted class", **points)
-    axes.legend(loc="upper left", markerscale=2)
-    axes.set(xlim=ends, ylim=ends, aspect="equal")
-    axes.set(xlabel="sd of the logit, sampled networks", ylabel="sd of the logit, analytic")
-    axes.set_title(
-        f"analytic / sampled sd: {agreement.sd_ratio:.2f} on average, "
-        f"correlation {agreement.sd_correlation:.2f}"
-    )
+    named = {
+        "one pass of moment_jax": (analytic, BAYES),
+        "the same, tokens independent": (independent, PLAIN),
+    }
+    for name, (one, colour) in reversed(named.items()):
+        ratio = mj.reference.Agreement.of(*one[1:3], *samples[1:3]).sd_ratio
+        label = f"{name}: {ratio:.2f} of the sampled sd"
+        axes.plot(x, one.logit_sd.ravel(), "o", color=colour, label=label, **points)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), markerscale=2)
+    axes.set(xlim=(0, end), ylim=(0, end), aspect="equal")
+    times = (duration(one.seconds_per_image) for one in (samples, analytic))
+    axes.set_xlabel(f"sd of the logit, sampled networks ({next(times)} an image)")
+    axes.set_ylabel(f"sd of the logit, one pass ({next(times)} an image)")
     return figure

@@ -85,6 +85,13 @@ def scores(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     }
 
 
+def risk(probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Share of errors among the n predictions of least entropy, n = 1 .. N, (N,)."""
+    order = np.argsort(entropy(probabilities), kind="stable")
+    wrong = (probabilities.argmax(axis=1) != labels)[order]
+    return np.cumsum(wrong) / np.arange(1, len(labels) + 1)
+
+
 def entropy(probabilities: np.ndarray) -> np.ndarray:
     """Entropy (nats) of the class probabilities (..., C)."""
     return -np.sum(probabilities * np.log(np.maximum(probabilities, 1e-30)), axis=-1)

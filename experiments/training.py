@@ -153,15 +153,17 @@ def _score(training: Any, validate: Callable[[Any], Array], state: Any) -> Array
 
 def fit_saved(
     task: Task, model: nnx.Module, args: argparse.Namespace, folder: str, seed: int, *more: Any,
-    add: int = 1,
+    add: int = 1, data: Any = None,
 ) -> Fitted:  # fmt: skip
     """`fit` with checkpoints in a folder below --out, as --resume says.
 
-    The random key is that of `seed + add`; `more` are further arguments of `fit`.
+    The loss is given the random key of `seed + add`, or (key, data); `more` are further arguments of
+    `fit`.
     """
     settings = {"seed": seed, "num_steps": task.num_steps, **task.settings}
     with Checkpoints(args.out / "checkpoints" / folder, settings, resume=args.resume) as store:
-        return fit(task, model, jax.random.key(seed + add), store, *more)
+        key = jax.random.key(seed + add)
+        return fit(task, model, key if data is None else (key, data), store, *more)
 
 
 def together(fits: Sequence[Callable[[StopRequest], T]]) -> list[T]:

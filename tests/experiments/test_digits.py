@@ -135,14 +135,14 @@ def test_the_main_job(main_job):
     folder, compiled = main_job
     assert compiled == 2  # one for each network, whatever the number of seeds
     metrics = json.loads((folder / "metrics.json").read_text())
-    assert len(metrics["test"]) == 3
+    assert len(metrics["test"]) == 4
     first, second = (record["kl"] for record in metrics["seeds"])
     assert metrics["kl"]["mean"] == pytest.approx((first + second) / 2)
     for name, curve in metrics["rotation"].items():
         upright = metrics["test"][name]["nll"]["mean"]
         assert curve["nll"][0]["mean"] == pytest.approx(upright, rel=1e-4)
         assert 0 < curve["entropy"][0]["mean"] <= np.log(10)
-    for name in ("doubt.png", "spread.png"):
+    for name in ("doubt.png", "risk.png", "spread.png"):
         assert (folder / name).stat().st_size > 10_000
     network, _ = of_main_job(folder)
     assert float(network.kl()) == pytest.approx(first, rel=1e-4)
