@@ -8,7 +8,6 @@ trains with it. Prints means and standard errors over the seeds; writes metrics.
 
 import argparse
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ BATCH = 32  # of plain training
 ROWS = 128  # validation images, and those of an update with noise
 ALLOCATIONS = 24  # at random, of 2 to 6 bits
 WHOLE = 16  # bits that change nothing
-DRAWS = 8  # for a gradient by draws, or as many as take the time of one pass's
+DRAWS = 8  # for a gradient by draws; as often as takes the time of one pass's
 SPREADS = (0.05, 0.1, 0.2, 0.3)  # of a weight on a device, over its magnitude
 TRAINED_AT = 0.2
 
@@ -77,7 +76,7 @@ def add_arguments(parser: Parser) -> None:
         help="bits that a weight may have on average (default: 2.5 3 3.5)",
     )  # fmt: skip
     parser.whole("--updates", 60, "updates on the expected NLL of devices")
-    parser.whole("--devices", 100, "devices that are drawn")
+    parser.whole("--devices", 100, "devices that are drawn", least=DRAWS)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -130,20 +129,20 @@ def measured(
         return programs.gradient(*given)
 
     def timed(of: Any, count: int) -> Any:
-        given = (
-            jax.random.split(keys[0], count),
-            arrays,
-            noise.relative_sd(arrays, TRAINED_AT),
-            *rows,
-        )
-        return lambda: jax.block_until_ready(of(*given))
+        own = noise.relative_sd(arrays, TRAINED_AT)
+        return lambda: jax.block_until_ready(of(keys[:count], arrays, own, *rows))
 
     took = interleaved({"": timed(one_pass, 1), "1": timed(drawn, 1), "8": timed(drawn, DRAWS)}, 5)
-    many = max(DRAWS, round(DRAWS * took[""] / took["8"]))
+    many = max(1, round(took[""] / took["8"]))
     updates = {"plain": 0, "drawn noise": round(args.updates * took[""] / took["1"])}
     updates["one pass"] = args.updates
+
+    def often(*given: Any) -> Any:
+        each = [drawn(some, *given) for some in jax.random.split(keys[0], (many, DRAWS))]
+        return jax.tree.map(lambda *values: sum(values) / many, *each)
+
     points = _predictions(programs, arrays, rows, seed)
-    choose = ways(programs, arrays, rows, partial(drawn, jax.random.split(keys[0], many)))
+    choose = ways(programs, arrays, rows, often)
     tops, bits, devices, training = noise.largest(arrays), {}, {}, {}
     for name, way in choose.items():
         chosen = {budget: noise.rounded(arrays, tops, way(budget)) for budget in args.budget}
@@ -158,7 +157,8 @@ def measured(
         noisy = own, noise.relative_sd(own, TRAINED_AT), *test, keys
         training[name] = _scored(programs.drawn, *noisy)
     record = {
-        "plain": _scored(programs.nll, arrays, *test), "draws_for_bits": many, "updates": updates,
+        "plain": _scored(programs.nll, arrays, *test), "draws_for_bits": many * DRAWS,
+        "updates": updates,
         "prediction": {kind: _agreement(found) for kind, found in points.items()},
         "bits": bits, "devices": devices, "training": training,
     }  # fmt: skip

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 
 from experiments.rounding import noise
@@ -23,7 +24,7 @@ def ways(
     variances of the noise is taken anew after each move, from uniform bits by one bit at a time: further
     off the NLL is no straight line. It ends where it has been, and the best that it has seen is taken.
     """
-    tops, fisher = noise.largest(arrays), programs.fisher(arrays, *rows)
+    tops, fisher = noise.largest(arrays), jax.device_get(programs.fisher(arrays, *rows))
     sizes = np.asarray([arrays[path].size for path in tops])
     variances = np.asarray([noise.step(top.item(), BITS) ** 2 / 12 for top in tops.values()])
 
@@ -37,11 +38,11 @@ def ways(
         now, seen = cheapest(uniform, budget), dict[tuple[int, ...], float]()
         while len(seen) < ROUNDS and tuple(now) not in seen:
             sd = noise.rounding_sd(arrays, tops, now)
-            seen[tuple(now)], (_, by_sd) = gradient(arrays, sd, *rows)
+            seen[tuple(now)], (_, by_sd) = jax.device_get(gradient(arrays, sd, *rows))
             slopes = np.asarray([np.sum(by_sd[path] / (2 * sd[path])) for path in tops])
             near = np.abs(BITS - now[:, None]) <= 1
             now = cheapest(np.where(near, slopes[:, None] * variances, np.inf), budget)
-        return np.asarray(min(seen, key=lambda bits: float(seen[bits])))
+        return np.asarray(min(seen, key=lambda bits: seen[bits]))
 
     uniform = sizes[:, None] * 4.0**-BITS
     alone = [[nll(path, bits) for bits in BITS] for path in tops]
