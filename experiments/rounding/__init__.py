@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> None:
             "points": points, "seconds": time.perf_counter() - start,
         }  # fmt: skip
         write_json(out / "metrics.json", metrics)
-    save(figure(points, metrics["over_seeds"]), out / "rounding.png")
+        save(figure(points, metrics["over_seeds"]), out / "rounding.png")
     _print(metrics["over_seeds"])
     print(f"{metrics['seconds']:.0f} s in all; metrics.json and rounding.png in {out}")
 

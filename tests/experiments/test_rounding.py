@@ -67,7 +67,7 @@ def test_the_pass_is_the_mean_of_draws_and_its_gradient_that_of_draws():
     x, y = jax.random.normal(jax.random.key(0), (8, 8, 8)), jnp.arange(8)
     given = arrays, noise.relative_sd(arrays, 0.5), x, y
     (value, (by_weight, by_sd)) = programs.gradient(*given)
-    keys = jax.random.split(jax.random.key(1), 4000)
+    keys = jax.random.split(jax.random.key(1), 2000)
     drawn, (drawn_by_weight, drawn_by_sd) = programs.drawn_gradient(*given, keys)
     np.testing.assert_allclose(value, drawn, rtol=0.02)
     one, other = (tree["head", "kernel"].ravel() for tree in (by_weight, drawn_by_weight))
@@ -76,6 +76,7 @@ def test_the_pass_is_the_mean_of_draws_and_its_gradient_that_of_draws():
     np.testing.assert_allclose(one, other, rtol=0.1)
 
 
+@pytest.mark.slow
 def test_a_run(tmp_path, monkeypatch, capsys):
     for name, value in (
         ("vision_transformer", lambda seed, **_: Flat(nnx.Rngs(seed))),
