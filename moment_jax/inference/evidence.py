@@ -55,15 +55,17 @@ class Estimate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """-log p(targets, weights) for each example, up to a constant, from some drawn at random."""
+    """-log p(targets, weights) for each example, up to a constant, from a batch drawn at random."""
 
     likelihood: Any
 
     def __call__(self, model: Any, data: Any, step: Array) -> Array:
         """Of (key, inputs, targets, precision of each weight, noise variance)."""
         key, inputs, targets, precision, noise = data
-        size, count = len(targets), min(BATCH, len(targets))
-        rows = jax.random.randint(jax.random.fold_in(key, step), (count,), 0, size)
+        size = len(targets)
+        rows = jnp.arange(size)
+        if size > BATCH:
+            rows = jax.random.randint(jax.random.fold_in(key, step), (BATCH,), 0, size)
         outputs, y = model(*(x[rows] for x in inputs)), targets[rows]
         if isinstance(self.likelihood, Categorical):
             fits = optax.softmax_cross_entropy_with_integer_labels(outputs, y)
@@ -71,7 +73,7 @@ class Loss:
             fits = optax.sigmoid_binary_cross_entropy(outputs, y)
         else:
             fits = 0.5 * (outputs - y) ** 2 / noise
-        return fits.sum() / count + 0.5 * jnp.sum(precision * model.weights[...] ** 2) / size
+        return fits.sum() / len(y) + 0.5 * jnp.sum(precision * model.weights[...] ** 2) / size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,13 +144,14 @@ class Evidence:
             states, _ = _side_by_side(training)(
                 states, given, jnp.int32(start), jnp.int32(end - start)
             )
-            weights = np.asarray(training.model(states).weights[...])
-            if not np.isfinite(weights).all():
+            with np.errstate(over="ignore", invalid="ignore"):
+                modes = [self.mode(w) for w in np.asarray(training.model(states).weights[...])]
+                sizes = [np.sum(x.outputs**2) + np.trace(x.gram) for x in modes]
+            if not np.isfinite(sizes).all():
                 raise ValueError(
-                    f"`fit` diverged: after {end} steps there are infinite weights. Take a "
+                    f"`fit` diverged: after {end} steps the outputs are infinite. Take a "
                     f"learning_rate below {rate}."
                 )
-            modes = [self.mode(w) for w in weights]
             found = [self.estimate(*each) for each in zip(modes, settings, strict=True)]
             settings = [self.updated(*each) for each in zip(modes, found, strict=True)]
             tell(end, float(np.mean([x.receipt.log_evidence for x in found])))
@@ -172,7 +175,8 @@ class Evidence:
         """The Laplace approximation at a mode."""
         precision, noise = setting
         matrix = mode.gram / noise
-        matrix[np.diag_indices_from(matrix)] += precision[self.of]
+        least = len(matrix) * np.finfo(float).eps * matrix.diagonal().max()  # for a Cholesky factor
+        matrix[np.diag_indices_from(matrix)] += precision[self.of] + least
         half_logdet = np.sum(np.log(np.diag(np.linalg.cholesky(matrix))))
         cov = np.linalg.inv(matrix)
         used = np.bincount(self.of, 1 - precision[self.of] * np.diag(cov))
@@ -180,7 +184,8 @@ class Evidence:
         prior = np.log(precision[self.of]) - precision[self.of] * mode.weights**2
         known = dict(zip(self.arrays, precision.tolist(), strict=True))
         of_noise = noise if isinstance(self.likelihood, Gaussian) else None
-        receipt = LaplaceReceipt(evidence + 0.5 * prior.sum(), known, of_noise, used.sum())
+        evidence, number = float(evidence + 0.5 * prior.sum()), float(used.sum())
+        receipt = LaplaceReceipt(evidence, known, of_noise, number)
         return Estimate(mode.weights, (cov + cov.T) / 2, used, receipt)
 
     def updated(self, mode: Mode, found: Estimate) -> Setting:

@@ -54,7 +54,9 @@ class Raveled(nnx.Module):
     def arrays(self) -> dict[str, Array]:
         """The arrays by path, in the vector's order."""
         leaves = jax.tree_util.tree_leaves_with_path(self.unravel(self.weights[...]))
-        return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in leaves}
+        names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves)
+        values = (x for _, x in leaves)
+        return dict(zip((x.removesuffix("/value") for x in names), values, strict=True))
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         return self.network(*inputs, **options)
