@@ -15,7 +15,7 @@ from jax import Array
 from moment_jax.inference.curvature import Curvature
 from moment_jax.inference.data import need
 from moment_jax.inference.laplace_approximation import NUMBERS, LaplaceReceipt, log_likelihood
-from moment_jax.inference.standardised import Standardised, columns
+from moment_jax.inference.standardised import Standardised, columns, columns_of
 from moment_jax.inference.training import Training
 from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.plain import FLOATING, Raveled
@@ -26,6 +26,7 @@ EVIDENCE_STEPS, EVIDENCE_RATE = 20_000, 1e-2
 MOST_WEIGHTS = 5_000  # a round inverts the square of that
 ROUNDS, BATCH = 10, 64
 FIRST_NOISE = 0.1
+DIVERGED = 1e6  # root mean square of outputs in standard units
 PRECISIONS, NOISES = np.exp([-6.0, 12.0]), np.exp([-8.0, 1.0])  # ranges, in standard units
 
 
@@ -146,11 +147,12 @@ class Evidence:
             )
             with np.errstate(over="ignore", invalid="ignore"):
                 modes = [self.mode(w) for w in np.asarray(training.model(states).weights[...])]
-                sizes = [np.sum(x.outputs**2) + np.trace(x.gram) for x in modes]
-            if not np.isfinite(sizes).all():
+                each = [np.sqrt(np.mean(x.outputs**2)) + 0 * np.trace(x.gram) for x in modes]
+                largest = np.max(each)
+            if not largest < DIVERGED:
                 raise ValueError(
-                    f"`fit` diverged: after {end} steps the outputs are infinite. Take a "
-                    f"learning_rate below {rate}."
+                    f"`fit` diverged: after {end} steps the outputs are of size {largest:.3g}, in "
+                    f"standard units. Take a learning_rate below {rate}."
                 )
             found = [self.estimate(*each) for each in zip(modes, settings, strict=True)]
             settings = [self.updated(*each) for each in zip(modes, found, strict=True)]
@@ -215,14 +217,12 @@ class Evidence:
 
 
 def by_evidence(
-    network: nnx.Module, likelihood: Any, inputs: tuple[np.ndarray, ...], of_inputs: list[Any],
-    targets: np.ndarray, shape: tuple[int, ...], *, members: int, steps: int, rate: float, seed: int,
+    network: nnx.Module, likelihood: Any, inputs: tuple[np.ndarray, ...], targets: np.ndarray,
+    shape: tuple[int, ...], *, members: int, steps: int, rate: float, seed: int,
     tell: Callable[[int, float], None],
 ) -> tuple[list[Bayesian], tuple[LaplaceReceipt, ...]]:  # fmt: skip
-    """The models for columns in their own units, and their receipts; see `fit`.
-
-    `of_inputs` are the means and standard deviations of columns, and `tell` is as for `maximised`.
-    """
+    """The models for columns in their own units, and their receipts; see `fit` and `maximised`."""
+    of_inputs = list(map(columns_of, inputs))
     pairs = zip(inputs, of_inputs, strict=True)
     scaled = tuple(x if of is None else (x - of[0]) / of[1] for x, of in pairs)
     real, known, of_targets, units = isinstance(likelihood, Gaussian), likelihood, None, 0.0

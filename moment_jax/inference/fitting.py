@@ -20,7 +20,7 @@ from moment_jax.covariance import Covariance
 from moment_jax.inference import data as checks
 from moment_jax.inference.evidence import EVIDENCE_RATE, EVIDENCE_STEPS, MOST_WEIGHTS, by_evidence
 from moment_jax.inference.laplace_approximation import LaplaceReceipt
-from moment_jax.inference.standardised import Standardised, columns
+from moment_jax.inference.standardised import Standardised, columns, columns_of
 from moment_jax.inference.training import STEPS_AT_ONCE, Training
 from moment_jax.nn import PriorScale
 from moment_jax.nn import likelihood as likelihoods
@@ -151,7 +151,6 @@ def fit(
         checks.likelihood("fit", likelihood)
     plain = as_nnx(network.at_means() if isinstance(network, Bayesian) else network)
     inputs, targets, shape = checks.data("fit", plain, likelihood, data)
-    of_inputs = _of_inputs(inputs)
     history: list[tuple[int, float, float]] = []
     if objective == "evidence":
         steps, rate = max_steps or EVIDENCE_STEPS, learning_rate or EVIDENCE_RATE
@@ -164,7 +163,7 @@ def fit(
                 bar.set_postfix(loss=f"{history[-1][1]:.3f}")
 
         models, found = by_evidence(
-            plain, likelihood, inputs, of_inputs, targets, shape,
+            plain, likelihood, inputs, targets, shape,
             members=int(members), steps=steps, rate=rate, seed=seed, tell=tell,
         )  # fmt: skip
         if bar is not None:
@@ -180,6 +179,7 @@ def fit(
         (inputs, targets), held = _divided((inputs, targets), float(held_out), seed)
     else:
         held = checks.data("fit", plain, likelihood, held_out, inputs)[:2]
+    of_inputs = list(map(columns_of, inputs))
     of_targets = columns(targets) if isinstance(likelihood, Gaussian) else None
     given = {"random": random, "relative_scale": relative_scale, "structure": structure}
     options = {name: value for name, value in given.items() if value is not None}
@@ -252,6 +252,7 @@ def _chosen(
         against = "a Bayesian, which is trained itself"
     else:
         size = sum(x.size for x in jax.tree.leaves(nnx.state(as_nnx(network), FLOATING)))
+        against = against if size else "no weights"
     if size > MOST_WEIGHTS:
         against = f"{size:,} weights, more than {MOST_WEIGHTS:,}"
     if objective == "evidence":
@@ -266,11 +267,6 @@ def _chosen(
     right, came = members == 1 or objective == "evidence", f"the ELBO, for {against}"
     need(right, "the evidence for several members", came, 'Give objective="evidence".')
     return objective, against or f"{size:,} weights, at most {MOST_WEIGHTS:,}"
-
-
-def _of_inputs(inputs: tuple[np.ndarray, ...]) -> list[Any]:
-    """Means and standard deviations of the columns that are standardised."""
-    return [columns(x) if x.ndim == 2 and x.dtype.kind == "f" else None for x in inputs]
 
 
 def _loss(model: Bayesian, data: Any, step: Array) -> Array:

@@ -38,3 +38,8 @@ def columns(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     sd = rows.std(axis=0)
     sd = np.where(sd > 1e-7 * np.abs(rows).max(axis=0), sd, 1.0)
     return rows.mean(axis=0).astype(np.float32), sd.astype(np.float32)
+
+
+def columns_of(x: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """Those of an input if it is a table of real columns (N, D), else None."""
+    return columns(x) if x.ndim == 2 and x.dtype.kind == "f" else None
