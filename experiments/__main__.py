@@ -20,7 +20,7 @@ COMMANDS = {
     "classify": "a Bayesian vision Transformer against ensembles, dropout and Laplace",
     "intents": "tell the intents of texts, and texts that have none (CLINC150's files)",
     "rounding": "predict what weights of few bits or noisy ones do to the loss, and choose bits",
-    "uci": "regression on UCI sets: the analytic ELBO, sampled VI and MC dropout, 20 splits",
+    "uci": "tables: the evidence against MC dropout and Gaussian processes, 20 splits",
     "seq2seq": "forecast hourly temperatures with an encoder-decoder Bayesian Transformer",
     "discrete": "train an autoencoder with categorical codes, against a dense one",
     "brownian": "attention as a Markov chain, tokens as a motion, and which heads matter",

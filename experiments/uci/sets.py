@@ -1,6 +1,6 @@
-"""Regression sets: their files, one `.npz` a set, and their splits, standardised and padded.
+"""Regression sets: their files, one `.npz` a set, and their splits.
 
-x          (N, D) features; constant ones carry nothing and are left out split by split.
+x          (N, D) features.
 y          (N,) targets.
 train_idx  (splits, n) and test_idx (splits, m): rows of x, whole numbers; a negative index fills up a
            row where the splits differ in size.
@@ -8,18 +8,15 @@ train_idx  (splits, n) and test_idx (splits, m): rows of x, whole numbers; a neg
 
 import dataclasses
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from experiments.command_line import InputError
 
 KEYS = ("x", "y", "train_idx", "test_idx")
 LEAST = 12  # training rows: fewer cannot also validate
-VALIDATION = 0.2  # share of the training rows on which settings are chosen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,77 +75,3 @@ def read_set(path: Path, splits: int) -> RegressionSet:
         need(right, f"{split} trains on what it tests, or twice on one row ({shared})")
         need(np.ptp(y[first]), f"{split} all its training targets are {y[first][0]:g}")
     return RegressionSet(path.stem, x.astype(float), y.astype(float), *parts)
-
-
-class Rows(NamedTuple):
-    """Rows of each split: x (S, N, D), y (S, N), weight (S, N), 0 where a row only fills up."""
-
-    x: Any
-    y: Any
-    weight: Any
-
-
-class Splits(NamedTuple):
-    """What every split trains on and is tested on, and the scale (S,) of its targets.
-
-    Both parts are standardised by the training part. A density of y is that of the standardised one
-    over `scale`.
-    """
-
-    train: Rows
-    test: Rows
-    scale: np.ndarray
-
-
-def whole(given: RegressionSet) -> Splits:
-    """Every split as the file has it."""
-    return _side_by_side(given, given.train, given.test)
-
-
-def held_out(given: RegressionSet, seed: int) -> Splits:
-    """Of the training rows alone: a fifth, drawn by the seed, takes the place of the test rows."""
-    orders = [
-        np.random.default_rng([seed, number]).permutation(rows)
-        for number, rows in enumerate(given.train)
-    ]
-    cuts = [_num_held_out(rows) for rows in orders]
-    parts = [(order[cut:], order[:cut]) for order, cut in zip(orders, cuts, strict=True)]
-    return _side_by_side(given, *zip(*parts, strict=True))
-
-
-def _num_held_out(rows: np.ndarray) -> int:
-    return max(1, round(VALIDATION * len(rows)))
-
-
-def _side_by_side(
-    given: RegressionSet, train: Sequence[np.ndarray], test: Sequence[np.ndarray]
-) -> Splits:
-    """The splits standardised, and filled up to the same room whichever parts are asked for.
-
-    So all programs are compiled once.
-    """
-    most_train = max(map(len, given.train))
-    most_test = max(*map(_num_held_out, given.train), *map(len, given.test))
-    filled: list[list[tuple[np.ndarray, ...]]] = [[], []]
-    scales = []
-    for own in zip(train, test, strict=True):
-        x, y = given.x[own[0]], given.y[own[0]]
-        spread = x.std(axis=0)
-        constant = spread <= 1e-9 * np.abs(x).max(axis=0)
-        spread = np.where(constant, np.inf, spread)  # a constant feature is 0 in both parts
-        scales.append(float(y.std()) or 1.0)
-        for part, rows, room in zip(filled, own, (most_train, most_test), strict=True):
-            own_x = (given.x[rows] - x.mean(axis=0)) / spread
-            own_y = (given.y[rows] - y.mean()) / scales[-1]
-            arrays = own_x, own_y, np.ones(len(rows))
-            more = room - len(rows)
-            part.append(tuple(np.pad(a, [(0, more), (0, 0)][: a.ndim]) for a in arrays))
-    stacked = [
-        Rows(*(np.stack(a).astype(np.float32) for a in zip(*part, strict=True))) for part in filled
-    ]
-    return Splits(stacked[0], stacked[1], np.asarray(scales, np.float32))
-
-
-def mean_over_rows(values: jnp.ndarray, weight: jnp.ndarray) -> jnp.ndarray:
-    """The mean over the rows that count."""
-    return jnp.sum(values * weight) / jnp.sum(weight)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -59,16 +60,28 @@ class Curvature:
         V is the gradient of <column of the likelihood's root, outputs> by an array (in, out).
         """
         outputs, gradients = self._jacobian(frame, inputs)
-        size, tokens, classes = outputs.shape
 
         def of_rows(rows: Array) -> Arrays:
-            column = root_columns(self.likelihood, outputs[:, rows // classes], rows % classes)
-            column = column * weight.astype(column.dtype)[:, None, None]
-            at = jnp.zeros((size, len(rows), tokens, classes), outputs.dtype)
-            v = gradients(at.at[:, jnp.arange(len(rows)), rows // classes].set(column))
+            v = self._roots(weight, outputs, gradients, rows)
             return {path: _moments(v[path], basis) for path, basis in bases.items()}
 
-        return _summed(of_rows, tokens * classes, self.rows)
+        return _summed(of_rows, self.count, self.rows)
+
+    @partial(jax.jit, static_argnums=0)
+    def roots(self, frame: Frame, weight: Array, inputs: Any) -> Arrays:
+        """V of all examples with a weight, (N M C, size) by path: V^T V is the whole matrix."""
+        outputs, gradients = self._jacobian(frame, inputs)
+        found = self._roots(weight, outputs, gradients, jnp.arange(self.count))
+        return {path: v.reshape(-1, math.prod(v.shape[2:])) for path, v in found.items()}
+
+    def _roots(self, weight: Array, outputs: Array, gradients: Any, rows: Array) -> Arrays:
+        """V of these columns of the likelihood's root, (N, R, in, out) by path."""
+        size, tokens, classes = outputs.shape
+        column = root_columns(self.likelihood, outputs[:, rows // classes], rows % classes)
+        column = column * weight.astype(column.dtype)[:, None, None]
+        at = jnp.zeros((size, len(rows), tokens, classes), outputs.dtype)
+        found: Arrays = gradients(at.at[:, jnp.arange(len(rows)), rows // classes].set(column))
+        return found
 
     @partial(jax.jit, static_argnums=0)
     def log_densities(

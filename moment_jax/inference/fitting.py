@@ -1,4 +1,4 @@
-"""`fit`: a `Bayesian` from data in one call, trained by the analytic ELBO."""
+"""`fit`: a `Bayesian` from data in one call, trained by the analytic ELBO or the evidence."""
 
 import functools
 import math
@@ -18,11 +18,15 @@ from jax import Array
 from moment_jax import objectives
 from moment_jax.covariance import Covariance
 from moment_jax.inference import data as checks
+from moment_jax.inference.evidence import EVIDENCE_RATE, EVIDENCE_STEPS, MOST_WEIGHTS, by_evidence
+from moment_jax.inference.laplace_approximation import LaplaceReceipt
+from moment_jax.inference.standardised import Standardised, columns, columns_of
 from moment_jax.inference.training import STEPS_AT_ONCE, Training
 from moment_jax.nn import PriorScale
 from moment_jax.nn import likelihood as likelihoods
 from moment_jax.nn.bayesian import Bayesian
-from moment_jax.nn.plain import as_nnx
+from moment_jax.nn.mixture import Mixture
+from moment_jax.nn.plain import FLOATING, as_nnx
 from moment_jax.objectives import Gaussian
 
 Data = tuple[tuple[np.ndarray, ...], np.ndarray]
@@ -34,36 +38,20 @@ BATCH_SIZES = (32, 64, 128, 256)  # few, so that data of other sizes need no oth
 # Of outputs in a batch: with 300 classes, batches of 64 take a quarter of the time.
 MOST_PAIRS = 2**23
 FEWEST_HELD_OUT = 10
+SETTLED = 0.05  # nats for each example: the last change of the log evidence
 
 
 class FitReceipt(NamedTuple):
-    """The course of a training: an evaluation gives steps, -ELBO / N and the held-out NLL, in nats."""
+    """The course of a training: an evaluation gives steps, -ELBO / N and the held-out NLL, in nats.
 
-    history: list[tuple[int, float, float]]  # NaN without held-out data
-    converged: bool  # whether the held-out NLL improved no more
-
-
-class Standardised(nnx.Module):
-    """A network for columns in their own units: its inputs are standardised, its outputs scaled back.
-
-    Args:
-      network: any network; it is shared, not copied.
-      inputs: mean and standard deviation of each input's columns, or None for an input as it is.
-      outputs: those of the targets, or None.
+    For the evidence, -log evidence / N stands in the place of -ELBO / N.
     """
 
-    def __init__(self, network: nnx.Module, inputs: Any, outputs: Any) -> None:
-        self.network = network
-        constants = jax.tree.map(lambda x: nnx.Variable(jnp.asarray(x)), (tuple(inputs), outputs))
-        self.inputs, self.outputs = map(nnx.data, constants)
-
-    def __call__(self, *inputs: Any, **options: Any) -> Array:
-        """The network's output, in the targets' units."""
-        pairs = zip(inputs, self.inputs, strict=True)
-        scaled = [x if of is None else (x - of[0][...]) / of[1][...] for x, of in pairs]
-        found: Any = self.network
-        output = found(*scaled, **options)
-        return output if self.outputs is None else self.outputs[0] + self.outputs[1] * output
+    history: list[tuple[int, float, float]]  # NaN without held-out data
+    converged: bool  # whether the held-out NLL improved no more, or the evidence changed no more
+    objective: str  # "elbo" or "evidence"
+    reason: str  # why that was taken
+    evidence: tuple[LaplaceReceipt, ...] = ()  # of each member, precisions in standard units
 
 
 def fit(
@@ -71,25 +59,32 @@ def fit(
     likelihood: Any,
     data: tuple[Any, Any],
     *,
-    held_out: float | tuple[Any, Any] = 0.15,
+    objective: str | None = None,
+    members: int = 1,
+    held_out: float | tuple[Any, Any] | None = None,
     random: Any = None,
-    max_steps: int = 3000,
-    patience: int = 6,
-    learning_rate: float = 1e-3,
-    kl_weight: float = 1.0,
+    max_steps: int | None = None,
+    patience: int | None = None,
+    learning_rate: float | None = None,
+    kl_weight: float | None = None,
     relative_scale: float | None = None,
     structure: type[Covariance] | None = None,
     seed: int = 0,
     progress: bool | None = None,
     receipt: bool = False,
 ) -> Any:
-    """Train a belief about a network's weights by the analytic ELBO, with Adam.
+    """Train a belief about a network's weights, by the evidence or by the analytic ELBO, with Adam.
 
-    All weights are independent Gaussians (`Factorized`). The prior scale of each array is learned, and
-    so is the noise of `mj.Gaussian()`. Training stops when the negative log predictive density of
-    held-out data has not improved for `patience` times 50 steps, and keeps the best point. In a large
-    network with little data the full ELBO can erase the fit, so points from during the KL's warm-up may
-    be the best.
+    **"evidence"**, for networks whose weights the data determine, of at most 5,000: a MAP estimate, ten
+    times on the way the prior precision of each array and the noise of `mj.Gaussian()` re-estimated by
+    MacKay's evidence, from the exact Gauss-Newton matrix of all weights. The belief is its inverse, the
+    joint covariance of all weights, and the model is linearised in them. It needs no held-out data.
+
+    **"elbo"**, for all others: independent Gaussian weights (`Factorized`). The prior scale of each
+    array is learned, and so is the noise of `mj.Gaussian()`. Training stops when the negative log
+    predictive density of held-out data has not improved for `patience` times 50 steps, and keeps the
+    best point. In a large network with little data the full ELBO can erase the fit, so points from
+    during the KL's warm-up may be the best.
 
     Columns may be in any unit: floating inputs (N, D) and the targets of a Gaussian likelihood are
     brought to mean 0 and standard deviation 1 inside the model, whose network is then a `Standardised`.
@@ -102,22 +97,30 @@ def fit(
         output, or `mj.Gaussian(noise_variance)`, a number. Of a `Bayesian` None, for its own.
       data: inputs, an array (N, ...) or a tuple of them, and targets: (N, ...) integers from 0 for
         Categorical, else numbers in the outputs' shape.
-      held_out: share of the data to hold out, or (inputs, targets). If the share is fewer than 10
-        examples, nothing is held out and training takes `max_steps`.
-      random: an NNX filter of the random weights; None for all. The others are trained too.
-      max_steps: largest number of Adam steps, at least 1, in batches of up to 256.
-      patience: stop after this many evaluations, 50 steps apart, without improvement.
-      learning_rate: of Adam.
-      kl_weight: of the KL divergence; 1 is the ELBO, 0 leaves it out.
-      relative_scale: initial standard deviation of a weight, over the root mean square of its array;
-        None for .05.
-      structure: of the covariances; None for `mj.Separable`.
-      seed: of the held-out split and the batches.
+      objective: "evidence", "elbo", or None: the evidence for a Gaussian likelihood, a plain network of
+        at most 5,000 weights and none of the ELBO's own options below; else the ELBO. The receipt says
+        which, and so does a line on stderr where progress is shown.
+      members: number of trainings, by the evidence, of which a `mj.nn.Mixture` is the average; the first
+        begins at the network's weights, the others at matrices drawn anew with their mean and spread.
+      held_out: the ELBO's: share of the data to hold out, or (inputs, targets); None for .15. If the
+        share is fewer than 10 examples, nothing is held out and training takes `max_steps`.
+      random: the ELBO's: an NNX filter of the random weights; None for all. The others are trained too.
+      max_steps: largest number of Adam steps, at least 1; None for 3,000, in batches of up to 256; by
+        the evidence for 20,000, in batches of up to 64, which are all taken.
+      patience: the ELBO's: stop after this many evaluations, 50 steps apart, without improvement; None
+        for 6.
+      learning_rate: of Adam; None for 1e-3; by the evidence for 1e-2, which falls to a twentieth.
+      kl_weight: the ELBO's: of the KL divergence; 1, or None, is the ELBO, 0 leaves it out.
+      relative_scale: the ELBO's: initial standard deviation of a weight, over the root mean square of
+        its array; None for .05.
+      structure: the ELBO's: of the covariances; None for `mj.Separable`.
+      seed: of the held-out split, the batches and the members' starts.
       progress: show a progress bar (tqdm, on stderr); None means if stderr is a terminal.
-      receipt: also return a `FitReceipt`: the history, and whether it converged.
+      receipt: also return a `FitReceipt`: the history, whether it converged, which objective and why.
 
     Returns:
-      A `mj.Bayesian`: `model.predict(x)`, `model.log_prob(x, y)`, `model.likelihood`.
+      A `mj.Bayesian`, or a `mj.nn.Mixture` of several members: `model.predict(x)`,
+      `model.log_prob(x, y)`.
 
     Raises:
       TypeError, ValueError: if an argument is invalid, or the training diverges. It warns if `max_steps`
@@ -127,32 +130,64 @@ def fit(
     >>> x = np.linspace(-100, 100, 60)[:, None]
     >>> y = 2 * x + 5 * np.random.default_rng(0).normal(size=x.shape)
     >>> net = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
-    >>> model = mj.fit(net, mj.Gaussian(), (x, y), learning_rate=0.05, held_out=0, max_steps=600)
+    >>> model, found = mj.fit(net, mj.Gaussian(), (x, y), max_steps=2000, receipt=True)
     >>> prediction = model.predict(x)
-    >>> prediction.mean.shape, bool(3 < prediction.sd.mean() < 8)
-    ((60, 1), True)
+    >>> found.objective, prediction.mean.shape, bool(4 < prediction.sd.mean() < 6)
+    ('evidence', (60, 1), True)
     """
     settings = {"patience": patience, "learning_rate": learning_rate, "kl_weight": kl_weight or 1}
-    checks.positive("fit", max_steps=max_steps, **settings)
+    checks.positive("fit", max_steps=max_steps, members=members, **settings)
+    own = {
+        "held_out": held_out, "random": random, "patience": patience, "kl_weight": kl_weight,
+        "relative_scale": relative_scale, "structure": structure,
+    }  # fmt: skip
+    objective, reason = _chosen(objective, network, likelihood, members, own)
+    shown = sys.stderr.isatty() if progress is None else progress
+    if shown:
+        print(f"fit: objective={objective!r}, for {reason}", file=sys.stderr)
     if isinstance(network, Bayesian) and network.kind is not None:
         likelihood = _own_likelihood(network, likelihood)
     else:
         checks.likelihood("fit", likelihood)
     plain = as_nnx(network.at_means() if isinstance(network, Bayesian) else network)
     inputs, targets, shape = checks.data("fit", plain, likelihood, data)
+    history: list[tuple[int, float, float]] = []
+    if objective == "evidence":
+        steps, rate = max_steps or EVIDENCE_STEPS, learning_rate or EVIDENCE_RATE
+        bar = _bar(steps, shown)
+
+        def tell(step: int, evidence: float) -> None:
+            history.append((step, -evidence / len(targets), math.nan))
+            if bar is not None:
+                bar.update(step - bar.n)
+                bar.set_postfix(loss=f"{history[-1][1]:.3f}")
+
+        models, found = by_evidence(
+            plain, likelihood, inputs, targets, shape,
+            members=int(members), steps=steps, rate=rate, seed=seed, tell=tell,
+        )  # fmt: skip
+        if bar is not None:
+            bar.close()
+        model = models[0] if members == 1 else Mixture(models)
+        settled = abs(history[-1][1] - history[-2][1]) < SETTLED
+        told = FitReceipt(history, settled, objective, reason, found)
+        return (model, told) if receipt else model
+    held_out = 0.15 if held_out is None else held_out
+    max_steps, patience, learning_rate = max_steps or 3000, patience or 6, learning_rate or 1e-3
+    kl_weight = 1.0 if kl_weight is None else kl_weight
     if isinstance(held_out, numbers.Real):
         (inputs, targets), held = _divided((inputs, targets), float(held_out), seed)
     else:
         held = checks.data("fit", plain, likelihood, held_out, inputs)[:2]
-    columns = [_columns(x) if x.ndim == 2 and x.dtype.kind == "f" else None for x in inputs]
-    of_targets = _columns(targets) if isinstance(likelihood, Gaussian) else None
+    of_inputs = list(map(columns_of, inputs))
+    of_targets = columns(targets) if isinstance(likelihood, Gaussian) else None
     given = {"random": random, "relative_scale": relative_scale, "structure": structure}
     options = {name: value for name, value in given.items() if value is not None}
     if isinstance(network, Bayesian):
-        model = _as_it_is(network, options, columns)
+        model = _as_it_is(network, options, of_inputs)
     else:
-        if any(columns) or of_targets:
-            plain = Standardised(plain, columns, of_targets)
+        if any(of_inputs) or of_targets:
+            plain = Standardised(plain, of_inputs, of_targets)
         model = Bayesian(plain, **{"relative_scale": 0.05, "learn_prior": True, **options})
     if model.kind is None:
         model.kind, model.noise = likelihoods.stored(likelihood)
@@ -170,8 +205,8 @@ def fit(
     _fit_priors(model)
     adam = ADAM(learning_rate)
     training, start = Training.of(model, adam, _loss, wrt=TRAINED, finish=_fit_priors)
-    best, best_nll, best_at, nll, history = start, math.inf, 0, math.nan, []
-    bar = _bar(max_steps, progress)
+    best, best_nll, best_at, nll = start, math.inf, 0, math.nan
+    bar = _bar(max_steps, shown)
     for step, state, value in training.run(start, chunk, max_steps):
         loss = float(value)
         if held is not None and math.isfinite(loss):
@@ -200,7 +235,38 @@ def fit(
             stacklevel=2,
         )
     nnx.update(model, best[0])
-    return (model, FitReceipt(history, converged)) if receipt else model
+    return (model, FitReceipt(history, converged, objective, reason)) if receipt else model
+
+
+def _chosen(
+    objective: str | None, network: Any, likelihood: Any, members: int, own: dict[str, Any]
+) -> tuple[str, str]:
+    """The objective, and the reason for it; `own` are the ELBO's own options."""
+    need = functools.partial(checks.need, "fit")
+    rule = 'objective="evidence", "elbo" or None'
+    need(objective in ("evidence", "elbo", None), rule, repr(objective))
+    need(members == int(members), "a whole number of members", members)
+    given = ", ".join(name for name, value in own.items() if value is not None)
+    against, size = f"{given}, for the ELBO alone" if given else "", 0
+    if isinstance(network, Bayesian):
+        against = "a Bayesian, which is trained itself"
+    else:
+        size = sum(x.size for x in jax.tree.leaves(nnx.state(as_nnx(network), FLOATING)))
+        against = against if size else "no weights"
+    if size > MOST_WEIGHTS:
+        against = f"{size:,} weights, more than {MOST_WEIGHTS:,}"
+    if objective == "evidence":
+        rule = f"a plain network of at most {MOST_WEIGHTS:,} weights for the evidence"
+        need(not against, rule, against, 'Use objective="elbo".')
+    elif objective is None:
+        if not isinstance(likelihood, Gaussian):
+            against = against or "a likelihood that is not Gaussian"
+        objective = "elbo" if against else "evidence"
+    else:
+        against = "it was asked for"
+    right, came = members == 1 or objective == "evidence", f"the ELBO, for {against}"
+    need(right, "the evidence for several members", came, 'Give objective="evidence".')
+    return objective, against or f"{size:,} weights, at most {MOST_WEIGHTS:,}"
 
 
 def _loss(model: Bayesian, data: Any, step: Array) -> Array:
@@ -246,14 +312,6 @@ def _own_likelihood(model: Bayesian, likelihood: Any) -> Any:
             f"mj.Gaussian. Got {likelihood!r}, and {own} of the model. Give None for its own."
         )
     return own
-
-
-def _columns(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of each feature (..., D), the latter 1 for a constant."""
-    rows = np.asarray(x, np.float64).reshape(-1, x.shape[-1])
-    sd = rows.std(axis=0)
-    sd = np.where(sd > 1e-7 * np.abs(rows).max(axis=0), sd, 1.0)
-    return rows.mean(axis=0).astype(np.float32), sd.astype(np.float32)
 
 
 def _divided(data: Data, share: float, seed: int) -> tuple[Data, Data | None]:

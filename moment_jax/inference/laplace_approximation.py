@@ -235,7 +235,7 @@ def posterior(
             noise = new
     noise, chosen = float(noise), precisions(noise)
     variances = {path: 1 / (squares[path] / noise + chosen[i]) for path, i in group.items()}
-    evidence = _log_likelihood(likelihood, outputs, targets, noise)
+    evidence = log_likelihood(likelihood, outputs, targets, noise)
     evidence -= 0.5 * float(chosen @ square + np.sum(np.log1p(values / (noise * chosen[of]))))
     known = {name: float(chosen[i * per_layer]) for i, name in enumerate(names)}
     number = float(np.sum(determined(chosen, noise)))
@@ -272,7 +272,8 @@ def _checked_centre(prior_mean: Any, known: Arrays) -> Arrays:
     return {path: np.asarray(x, np.float64) for path, x in centre.items()}
 
 
-def _log_likelihood(likelihood: Any, outputs: Any, targets: Any, noise: float) -> float:
+def log_likelihood(likelihood: Any, outputs: Any, targets: Any, noise: float) -> float:
+    """The log likelihood of the whole data set, in nats."""
     if isinstance(likelihood, Gaussian):
         squares = np.sum((targets - outputs) ** 2) / noise
         return float(-0.5 * (squares + outputs.size * math.log(2 * math.pi * noise)))

@@ -3,6 +3,7 @@
 from moment_jax.nn.bayesian import Check
 from moment_jax.nn.belief import Belief, PriorScale, VariationalMean, VariationalScale
 from moment_jax.nn.discrete_autoencoder import DiscreteAutoencoder, NegativeElbo
+from moment_jax.nn.mixture import Mixture
 from moment_jax.nn.networks import (
     MLP,
     Decoder,
@@ -26,6 +27,7 @@ __all__ = [
     "Encoder",
     "EncoderBlock",
     "LearnedPositions",
+    "Mixture",
     "NegativeElbo",
     "Patches",
     "PriorScale",

@@ -5,7 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
+from jax import Array
+from jax.flatten_util import ravel_pytree
 from jax.interpreters import partial_eval
+
+FLOATING = nnx.All(nnx.Param, lambda _, x: is_floating(x))  # a filter
 
 
 class Linen(nnx.Module):
@@ -25,6 +29,37 @@ class Linen(nnx.Module):
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         return self.module.apply(self.variables, *inputs, **options)
+
+
+class Raveled(nnx.Module):
+    """A network whose real weights are one vector: a belief about it knows how all of them go together.
+
+    Args:
+      network: in inference mode; it is copied.
+    """
+
+    def __init__(self, network: nnx.Module) -> None:
+        split: Any = nnx.split(network, FLOATING, ...)
+        self.graph, weights, rest = split
+        flat, self.unravel = ravel_pytree(weights)
+        self.weights, self.rest = nnx.Param(flat), nnx.data(jax.tree.map(lambda x: x, rest))
+
+    @property
+    def network(self) -> Any:
+        """The network in its own class."""
+        weights = self.unravel(self.weights[...])
+        return nnx.merge(self.graph, weights, jax.tree.map(lambda x: x, self.rest), copy=True)
+
+    @property
+    def arrays(self) -> dict[str, Array]:
+        """The arrays by path, in the vector's order."""
+        leaves = jax.tree_util.tree_leaves_with_path(self.unravel(self.weights[...]))
+        names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves)
+        values = (x for _, x in leaves)
+        return dict(zip((x.removesuffix("/value") for x in names), values, strict=True))
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        return self.network(*inputs, **options)
 
 
 def as_nnx(network: Any) -> nnx.Module:
@@ -48,6 +83,8 @@ def as_nnx(network: Any) -> nnx.Module:
 
 def as_given(network: nnx.Module) -> Any:
     """The network in its own class: a linen module is bound again."""
+    if isinstance(network, Raveled):
+        network = network.network
     return network.module.bind(network.variables) if isinstance(network, Linen) else network
 
 

@@ -16,6 +16,7 @@ from moment_jax.objectives.lower_bound import (
     log_marginal,
     monte_carlo_expected_log_likelihood,
 )
+from moment_jax.objectives.mixture import MixturePredictive
 from moment_jax.objectives.predictive import (
     BernoulliPredictive,
     CategoricalPredictive,
@@ -39,6 +40,7 @@ __all__ = [
     "GaussianPredictive",
     "HeteroscedasticGaussian",
     "Likelihood",
+    "MixturePredictive",
     "TokenUncertainty",
     "accuracy",
     "bernoulli_probabilities",

@@ -1,0 +1,263 @@
+"""The evidence framework: MAP estimates whose prior precisions and noise the data choose on the way."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import Array
+
+from moment_jax.inference.curvature import Curvature
+from moment_jax.inference.data import need
+from moment_jax.inference.laplace_approximation import NUMBERS, LaplaceReceipt, log_likelihood
+from moment_jax.inference.standardised import Standardised, columns, columns_of
+from moment_jax.inference.training import Training
+from moment_jax.nn.bayesian import Bayesian
+from moment_jax.nn.plain import FLOATING, Raveled
+from moment_jax.objectives import Bernoulli, Categorical, Gaussian
+from moment_jax.posterior import FullNormal
+
+EVIDENCE_STEPS, EVIDENCE_RATE = 20_000, 1e-2
+MOST_WEIGHTS = 5_000  # a round inverts the square of that
+ROUNDS, BATCH = 10, 64
+FIRST_NOISE = 0.1
+DIVERGED = 1e6  # root mean square of outputs in standard units
+PRECISIONS, NOISES = np.exp([-6.0, 12.0]), np.exp([-8.0, 1.0])  # ranges, in standard units
+
+
+class Setting(NamedTuple):
+    """What the evidence chooses."""
+
+    precision: np.ndarray  # of the prior of each array, (A,)
+    noise: float  # variance; 1 for classes
+
+
+class Mode(NamedTuple):
+    """The network at some weights."""
+
+    weights: np.ndarray  # (P,)
+    outputs: np.ndarray  # (N, ..., C)
+    gram: np.ndarray  # the Gauss-Newton matrix at noise variance 1, (P, P)
+
+
+class Estimate(NamedTuple):
+    """The belief about the weights, N(mean, cov), and the evidence."""
+
+    mean: np.ndarray  # (P,)
+    cov: np.ndarray  # (P, P), in double precision
+    used: np.ndarray  # number of weights that the data determine in each array, (A,)
+    receipt: LaplaceReceipt
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """-log p(targets, weights) for each example, up to a constant, from a batch drawn at random."""
+
+    likelihood: Any
+
+    def __call__(self, model: Any, data: Any, step: Array) -> Array:
+        """Of (key, inputs, targets, precision of each weight, noise variance)."""
+        key, inputs, targets, precision, noise = data
+        size = len(targets)
+        rows = jnp.arange(size)
+        if size > BATCH:
+            rows = jax.random.randint(jax.random.fold_in(key, step), (BATCH,), 0, size)
+        outputs, y = model(*(x[rows] for x in inputs)), targets[rows]
+        if isinstance(self.likelihood, Categorical):
+            fits = optax.softmax_cross_entropy_with_integer_labels(outputs, y)
+        elif isinstance(self.likelihood, Bernoulli):
+            fits = optax.sigmoid_binary_cross_entropy(outputs, y)
+        else:
+            fits = 0.5 * (outputs - y) ** 2 / noise
+        return fits.sum() / len(y) + 0.5 * jnp.sum(precision * model.weights[...] ** 2) / size
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """The evidence of a network, log p(targets | prior precisions, noise), by Laplace's method.
+
+    Args:
+      network: its weights are the first start.
+      likelihood: with its noise variance, or `mj.Gaussian()` to estimate it.
+      inputs, targets: the data, in standard units.
+      shape: of one example's outputs.
+
+    Source: MacKay, "Bayesian interpolation" (1992); Immer et al., "Scalable marginal likelihood
+    estimation for model selection in deep learning" (2021).
+    """
+
+    network: Raveled
+    likelihood: Any
+    inputs: tuple[np.ndarray, ...]
+    targets: np.ndarray
+    shape: tuple[int, ...]
+
+    @functools.cached_property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The first start, by path."""
+        return {path: np.asarray(x, np.float64) for path, x in self.network.arrays.items()}
+
+    @functools.cached_property
+    def of(self) -> np.ndarray:
+        """The array of each weight, (P,)."""
+        return np.repeat(np.arange(len(self.arrays)), [x.size for x in self.arrays.values()])
+
+    @property
+    def kind(self) -> Any:
+        """The likelihood without noise."""
+        return Gaussian() if isinstance(self.likelihood, Gaussian) else self.likelihood
+
+    @property
+    def known_noise(self) -> Any:
+        """1 for classes, None if it is to be estimated."""
+        return getattr(self.likelihood, "noise_variance", 1.0)
+
+    def maximised(
+        self, members: int, steps: int, rate: float, seed: int, tell: Callable[[int, float], None]
+    ) -> list[Estimate]:
+        """Estimates from different starts, side by side.
+
+        Adam minimises -log p(targets, weights). After every tenth of its steps the precisions and the
+        noise are re-estimated. `tell` is told the number of steps made and the mean log evidence.
+        """
+        first = self.network.weights[...]
+        starts = jnp.stack([first, *self._others(members - 1, seed)])
+
+        def begun(weights: Array) -> tuple[Training, Any]:
+            return Training.of(self._at(weights), _adam(rate, steps), Loss(self.kind))
+
+        training, _ = begun(first)
+        states = jax.vmap(lambda weights: begun(weights)[1])(starts)
+        data = jax.tree.map(jnp.asarray, (self.inputs, self.targets))
+        if not isinstance(self.likelihood, Categorical):
+            data = data[0], data[1].astype(first.dtype)
+        keys = jax.random.split(jax.random.key(seed), members)
+        settings = [Setting(np.ones(len(self.arrays)), self.known_noise or FIRST_NOISE)] * members
+        for done in range(ROUNDS):
+            start, end = (steps * n // ROUNDS for n in (done, done + 1))
+            chosen = [s.precision[self.of] for s in settings], [s.noise for s in settings]
+            given = keys, *data, *(jnp.asarray(np.stack(x), first.dtype) for x in chosen)
+            states, _ = _side_by_side(training)(
+                states, given, jnp.int32(start), jnp.int32(end - start)
+            )
+            with np.errstate(over="ignore", invalid="ignore"):
+                modes = [self.mode(w) for w in np.asarray(training.model(states).weights[...])]
+                each = [np.sqrt(np.mean(x.outputs**2)) + 0 * np.trace(x.gram) for x in modes]
+                largest = np.max(each)
+            if not largest < DIVERGED:
+                raise ValueError(
+                    f"`fit` diverged: after {end} steps the outputs are of size {largest:.3g}, in "
+                    f"standard units. Take a learning_rate below {rate}."
+                )
+            found = [self.estimate(*each) for each in zip(modes, settings, strict=True)]
+            settings = [self.updated(*each) for each in zip(modes, found, strict=True)]
+            tell(end, float(np.mean([x.receipt.log_evidence for x in found])))
+        return [self.estimate(*each) for each in zip(modes, settings, strict=True)]
+
+    def mode(self, weights: np.ndarray) -> Mode:
+        """The network at these weights. Its matrix is summed in double precision: no sum is negative."""
+        split: Any = nnx.split(self._at(jnp.asarray(weights)), FLOATING, ...)
+        graph, *frame = split
+        shapes, rows = (("weights", (weights.size, 1)),), max(1, min(256, NUMBERS // weights.size))
+        of = Curvature(graph, self.kind, shapes, rows, int(np.prod(self.shape)))
+        size = max(1, rows // of.count)
+        outputs = np.concatenate([*of.batches(of.outputs, tuple(frame), self.inputs, size)])
+        gram = np.zeros((weights.size, weights.size))
+        for batch in of.batches(of.roots, tuple(frame), self.inputs, size):
+            gram += batch["weights"].T @ batch["weights"]
+        outputs = outputs[: len(self.targets)].reshape(-1, *self.shape)
+        return Mode(weights.astype(np.float64), outputs, gram)
+
+    def estimate(self, mode: Mode, setting: Setting) -> Estimate:
+        """The Laplace approximation at a mode."""
+        precision, noise = setting
+        matrix = mode.gram / noise
+        least = len(matrix) * np.finfo(float).eps * matrix.diagonal().max()  # for a Cholesky factor
+        matrix[np.diag_indices_from(matrix)] += precision[self.of] + least
+        half_logdet = np.sum(np.log(np.diag(np.linalg.cholesky(matrix))))
+        cov = np.linalg.inv(matrix)
+        used = np.bincount(self.of, 1 - precision[self.of] * np.diag(cov))
+        evidence = log_likelihood(self.likelihood, mode.outputs, self.targets, noise) - half_logdet
+        prior = np.log(precision[self.of]) - precision[self.of] * mode.weights**2
+        known = dict(zip(self.arrays, precision.tolist(), strict=True))
+        of_noise = noise if isinstance(self.likelihood, Gaussian) else None
+        evidence, number = float(evidence + 0.5 * prior.sum()), float(used.sum())
+        receipt = LaplaceReceipt(evidence, known, of_noise, number)
+        return Estimate(mode.weights, (cov + cov.T) / 2, used, receipt)
+
+    def updated(self, mode: Mode, found: Estimate) -> Setting:
+        """MacKay's update: the weights that the data determine over their squares, and the noise's."""
+        squares = np.bincount(self.of, mode.weights**2)
+        precision = np.clip(np.maximum(found.used, 0.5) / (squares + 1e-6), *PRECISIONS)
+        if self.known_noise is not None:
+            return Setting(precision, self.known_noise)
+        size, residual = self.targets.size, np.sum((self.targets - mode.outputs) ** 2)
+        free = max(size - found.used.sum(), 0.1 * size)
+        return Setting(precision, float(np.clip(residual / free, *NOISES)))
+
+    def _others(self, count: int, seed: int) -> list[Array]:
+        """Other starts: arrays of two axes or more are drawn anew with their mean and their spread."""
+        rng, dtype = np.random.default_rng(seed), self.network.weights[...].dtype
+
+        def drawn(x: np.ndarray) -> np.ndarray:
+            return x if x.ndim < 2 else rng.normal(x.mean(), x.std(), x.shape)
+
+        each = [[drawn(x).ravel() for x in self.arrays.values()] for _ in range(count)]
+        return [jnp.asarray(np.concatenate(start), dtype) for start in each]
+
+    def _at(self, weights: Array) -> Raveled:
+        network = nnx.clone(self.network)
+        network.weights.set_value(weights)
+        return network
+
+
+def by_evidence(
+    network: nnx.Module, likelihood: Any, inputs: tuple[np.ndarray, ...], targets: np.ndarray,
+    shape: tuple[int, ...], *, members: int, steps: int, rate: float, seed: int,
+    tell: Callable[[int, float], None],
+) -> tuple[list[Bayesian], tuple[LaplaceReceipt, ...]]:  # fmt: skip
+    """The models for columns in their own units, and their receipts; see `fit` and `maximised`."""
+    of_inputs = list(map(columns_of, inputs))
+    pairs = zip(inputs, of_inputs, strict=True)
+    scaled = tuple(x if of is None else (x - of[0]) / of[1] for x, of in pairs)
+    real, known, of_targets, units = isinstance(likelihood, Gaussian), likelihood, None, 0.0
+    if real:
+        varies = (targets != targets[:1]).reshape(-1, shape[-1]).any(axis=0)
+        mend = "Leave it out: a constant needs no network."
+        need("fit", varies.all(), "targets that vary", "a column of one value", mend)
+        centre, spread = columns(targets)
+        if likelihood.noise_variance is not None:  # of all outputs, so they share a scale
+            spread = np.full_like(spread, np.sqrt(np.mean(spread**2)))
+            known = Gaussian(float(likelihood.noise_variance / spread[0] ** 2))
+        of_targets, targets = (centre, spread), (targets - centre) / spread
+        units = float(targets.size * np.mean(np.log(spread)))
+    evidence = Evidence(Raveled(network), known, scaled, targets, shape)
+    found = evidence.maximised(members, steps, rate, seed, lambda n, x: tell(n, x - units))
+    models = []
+    for mean, cov, _, receipt in found:
+        learned = real and likelihood.noise_variance is None
+        noise = Gaussian(jnp.asarray(receipt.noise_variance * spread**2)) if learned else likelihood
+        whole = Raveled(Standardised(network, of_inputs, of_targets))
+        joint: Any = jnp.asarray(mean, whole.weights[...].dtype), cov
+        beliefs = {"weights": FullNormal(*joint)}
+        models.append(Bayesian(whole, noise, beliefs=beliefs, linearised=True))
+    receipts = (x.receipt._replace(log_evidence=x.receipt.log_evidence - units) for x in found)
+    return models, tuple(receipts)
+
+
+@functools.cache
+def _adam(rate: float, steps: int) -> optax.GradientTransformation:
+    """One object for equal trainings, which are compiled once."""
+    return optax.adam(optax.cosine_decay_schedule(rate, steps, 0.05))
+
+
+@functools.lru_cache(maxsize=8)
+def _side_by_side(training: Training) -> Any:
+    """Updates of all members, each with its own key, precisions and noise."""
+    axes = 0, (0, None, None, 0, 0), None, None
+    return jax.jit(jax.vmap(training.advance, in_axes=axes))

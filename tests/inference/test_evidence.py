@@ -1,0 +1,212 @@
+"""The evidence: linear regression, a joint belief of all weights, averages, the default, errors."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from scipy import stats
+from sklearn.linear_model import BayesianRidge
+
+import moment_jax as mj
+from moment_jax.inference.evidence import Evidence
+from moment_jax.nn.plain import Raveled
+
+GAUSSIAN, CATEGORICAL = mj.Gaussian(), mj.Categorical()
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(40, 3))
+Y = X @ [[1.0, 0.3], [-2.0, 0.0], [0.5, 1.0]] + 0.3 * RNG.normal(size=(40, 2))
+LABELS = (X[:, 0] > 0).astype(int) + (X[:, 1] > 0.5)
+
+pytestmark = pytest.mark.usefixtures("ranks_of_a_user")
+
+
+def linear(outputs=1, **options):
+    return nnx.Linear(3, outputs, rngs=nnx.Rngs(0), param_dtype=float, **options)
+
+
+def hidden(outputs=2, rngs=None):
+    rngs = rngs or nnx.Rngs(0)
+    layers = linear(4), jnp.tanh, nnx.Linear(4, outputs, rngs=rngs, param_dtype=float)
+    return nnx.Sequential(*layers)
+
+
+def outputs(raveled, weights, x):
+    own = nnx.clone(raveled)
+    own.weights.set_value(weights)
+    return own(x)
+
+
+def fit(network, likelihood=GAUSSIAN, data=(X, Y), **options):
+    return mj.fit(
+        network, likelihood, data,
+        **{"objective": "evidence", "max_steps": 200, "progress": False, "receipt": True, **options},
+    )  # fmt: skip
+
+
+def test_of_a_linear_network_it_is_bayesian_linear_regression():
+    units, y = np.array([10.0, 1.0, 0.1]), 50 * Y[:, 0] + 7
+    scaled = (X - X.mean(axis=0)) / X.std(axis=0), (y - y.mean()) / y.std()
+    flat = dict.fromkeys(("alpha_1", "alpha_2", "lambda_1", "lambda_2"), 0.0)
+    known = BayesianRidge(compute_score=True, tol=1e-9, max_iter=1000, **flat).fit(*scaled)
+    model, receipt = fit(linear(), data=(X * units, y), max_steps=3000)
+    (found,) = receipt.evidence
+    assert receipt.converged
+    assert found.prior_precision["kernel"] == pytest.approx(known.lambda_, rel=1e-3)
+    assert model.likelihood.noise_variance[0] == pytest.approx(y.var() / known.alpha_, rel=1e-3)
+    assert found.log_evidence + 40 * np.log(y.std()) == pytest.approx(known.scores_[-1], abs=1e-2)
+    mean, sd = known.predict(scaled[0], return_std=True)
+    prediction = model.predict(X * units)
+    np.testing.assert_allclose(prediction.mean[:, 0], y.mean() + y.std() * mean, atol=0.05)
+    np.testing.assert_allclose(prediction.sd[:, 0], y.std() * sd, rtol=1e-3)
+
+
+@pytest.mark.parametrize("likelihood", [CATEGORICAL, mj.Bernoulli(), mj.Gaussian(1.0)])
+def test_the_matrix_of_all_weights_is_the_hessian(likelihood):
+    network = Raveled(linear(3))
+    targets = LABELS if likelihood is CATEGORICAL else np.eye(3)[LABELS]
+
+    def minus_log_likelihood(weights):
+        logits = outputs(network, weights, X)
+        if likelihood is CATEGORICAL:
+            return -jnp.sum(jax.nn.log_softmax(logits)[np.arange(40), LABELS])
+        if isinstance(likelihood, mj.Gaussian):
+            return jnp.sum((targets - logits) ** 2) / 2
+        return jnp.sum(jnp.logaddexp(0, logits) - targets * logits)
+
+    weights = RNG.normal(size=12)
+    mode = Evidence(network, likelihood, (X,), targets, (3,)).mode(weights)
+    np.testing.assert_allclose(mode.gram, jax.hessian(minus_log_likelihood)(weights), atol=1e-9)
+
+
+def test_the_belief_is_about_all_weights_together():
+    network = hidden()
+    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(network)))
+    model, receipt = fit(network)
+    assert jax.tree.all(jax.tree.map(np.array_equal, before, nnx.to_pure_dict(nnx.state(network))))
+    assert list(receipt.evidence[0].prior_precision) == [
+        f"layers/{i}/{name}" for i in (0, 2) for name in ("bias", "kernel")
+    ]
+    assert 4 < receipt.evidence[0].effective_parameters < 26
+    belief = model.beliefs["weights"]
+    raveled = Raveled(model.at_means())
+    np.testing.assert_array_equal(raveled.weights[...], belief.mean)
+    jacobian = jax.jacobian(outputs, 1)(raveled, belief.mean, X[:5])
+    moments = model(X[:5])
+    np.testing.assert_allclose(moments.mean, raveled(X[:5]), rtol=1e-6)
+    expected = jnp.einsum("ncp,pq,ndq->ncd", jacobian, belief.cov, jacobian)
+    np.testing.assert_allclose(moments.features, expected, rtol=1e-6, atol=1e-9)
+    own = dict(nnx.to_flat_state(nnx.state(model.sample(jax.random.key(0)), nnx.Param)))
+    assert own[("network", "layers", 0, "kernel")].shape == (3, 4)
+    restored = nnx.merge(*nnx.split(model))
+    np.testing.assert_array_equal(restored.predict(X).sd, model.predict(X).sd)
+    assert np.isfinite(model.scaled(0.5).kl())
+    with pytest.raises(mj.PropagationError, match="linearised"):
+        model.replace(linearised=False)(X)
+
+
+def test_moments_of_weights_that_go_together_are_those_of_small_noise():
+    last = nnx.Linear(4, 1, use_bias=False, rngs=nnx.Rngs(1), param_dtype=float)
+    network = Raveled(nnx.Sequential(linear(4, use_bias=False), jnp.tanh, last))
+    root = RNG.normal(size=(16, 16))
+    belief = mj.posterior.FullNormal(network.weights[...], jnp.asarray(1e-8 * root @ root.T))
+    model = mj.Bayesian(network, beliefs={"weights": belief}, structure=mj.Full)
+    found, expected = model(X).variance, model.replace(linearised=True)(X).variance
+    np.testing.assert_allclose(found, expected, rtol=1e-3)
+    assert type(model.at_means()) is nnx.Sequential
+
+
+def test_members_are_averaged():
+    model, receipt = fit(hidden(), members=2, seed=3)
+    assert isinstance(model, mj.nn.Mixture)
+    assert len(receipt.evidence) == len(model.members) == 2
+    parts, found = [member.predict(X) for member in model.members], model.predict(X, batch_size=7)
+    assert not np.allclose(parts[0].mean, parts[1].mean, rtol=1e-4)
+    each = np.stack([part.log_prob(Y) for part in parts])
+    np.testing.assert_allclose(found.log_prob(Y), np.logaddexp(*each) - np.log(2), rtol=1e-6)
+    np.testing.assert_allclose(found.mean, (parts[0].mean + parts[1].mean) / 2, rtol=1e-6)
+    second = np.mean([part.variance + part.mean**2 for part in parts], axis=0)
+    np.testing.assert_allclose(found.variance, second - found.mean**2, rtol=1e-5)
+    np.testing.assert_allclose(jnp.diagonal(found.cov, axis1=1, axis2=2), found.variance, rtol=1e-5)
+    low, high = found.interval(0.8)
+    below = [np.mean([stats.norm.cdf(e, p.mean, p.sd) for p in parts], axis=0) for e in (low, high)]
+    np.testing.assert_allclose(below[0], 0.1, atol=1e-6)
+    np.testing.assert_allclose(below[1], 0.9, atol=1e-6)
+    assert found.sample(jax.random.key(0)).shape == (40, 2)
+    assert model.sample(jax.random.key(0))(X).shape == (40, 2)
+    compiled = nnx.jit(lambda model, x: model.log_prob(x, Y))(model, X)
+    np.testing.assert_allclose(compiled, found.log_prob(Y), rtol=1e-5)
+
+
+@pytest.mark.parametrize("likelihood", [CATEGORICAL, mj.Bernoulli()])
+def test_classes(likelihood):
+    y = LABELS if likelihood is CATEGORICAL else np.eye(3)[LABELS]
+    model, receipt = fit(hidden(3), likelihood, (X, y), members=2)
+    parts, found = [member.predict(X) for member in model.members], model.predict(X)
+    np.testing.assert_allclose(found.probs, (parts[0].probs + parts[1].probs) / 2, rtol=1e-6)
+    assert type(found) is type(parts[0])
+    assert (found.epistemic >= np.mean([part.epistemic for part in parts], axis=0) - 1e-6).all()
+    assert np.mean(np.log(found.probs[np.arange(40), LABELS])) > -0.7
+    assert receipt.evidence[0].noise_variance is None
+    assert receipt.history[-1][1] < receipt.history[0][1]
+
+
+def test_a_known_noise_ten_rows_and_constant_inputs():
+    x = np.concatenate([X[:10, :2], np.full((10, 1), 7.0)], axis=1)
+    model, receipt = fit(linear(2), mj.Gaussian(0.04), (x, Y[:10]))
+    assert model.likelihood.noise_variance == 0.04
+    assert np.isfinite(receipt.evidence[0].log_evidence)
+    assert (model.predict(x + 1).variance > 0.04).all()
+    network = nnx.Sequential(linear(50), jax.nn.relu, nnx.Linear(50, 1, rngs=nnx.Rngs(1)))
+    model, receipt = fit(network, data=(x, Y[:10, 0]), max_steps=2000)  # 201 weights
+    assert receipt.evidence[0].effective_parameters < 10
+    near, far = (model.predict(scale * X[10:]).sd.mean() for scale in (1, 100))
+    assert 0.1 < near < far / 10
+
+
+@pytest.mark.parametrize(
+    ("change", "objective", "reason"),
+    [
+        ({}, "evidence", "8 weights, at most 5,000"),
+        ({"likelihood": mj.Gaussian(1.0)}, "evidence", "8 weights"),
+        ({"likelihood": CATEGORICAL, "data": (X, LABELS)}, "elbo", "not Gaussian"),
+        ({"structure": mj.Full}, "elbo", "structure, for the ELBO"),
+        ({"held_out": 0.2}, "elbo", "held_out"),
+        ({"objective": "elbo"}, "elbo", "asked for"),
+        ({"network": mj.Bayesian(linear(2))}, "elbo", "a Bayesian"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*without having converged:UserWarning")
+def test_the_default(change, objective, reason, capsys):
+    outputs = 3 if change.get("likelihood") is CATEGORICAL else 2
+    options = {"network": linear(outputs), "objective": None, "max_steps": 20, "progress": True}
+    _, receipt = fit(**{**options, **change})
+    assert receipt.objective == objective
+    assert reason in receipt.reason
+    assert f"fit: objective={objective!r}, for {receipt.reason}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"objective": "map"}, "objective=.*Got 'map'"),
+        ({"network": nnx.Linear(3, 2000, rngs=nnx.Rngs(0))}, '5,000 weights.*8,000.*"elbo"'),
+        ({"network": mj.Bayesian(linear(2))}, 'plain network.*Got a Bayesian.*"elbo"'),
+        ({"random": nnx.PathContains("kernel")}, 'Got random, for the ELBO.*"elbo"'),
+        ({"objective": "elbo", "members": 2}, 'several members. Got the ELBO.*"evidence"'),
+        ({"members": 1.5}, "whole number of members. Got 1.5"),
+        ({"members": 0}, "positive number as members"),
+        ({"data": (X, np.stack([Y[:, 0], np.ones(40)], 1))}, "targets that vary.*one value. Leave"),
+        ({"data": (X, np.full((40, 2), np.nan))}, "finite in float64.*missing values"),
+        ({"data": (X * np.nan, Y)}, "finite inputs.*Fill or drop"),
+        ({"data": (X[:1], Y[:1])}, "targets that vary"),
+        ({"learning_rate": 1e200}, "diverged.*learning_rate below"),
+    ],
+)
+def test_bad_input(change, words):
+    with pytest.raises(ValueError, match=words):
+        fit(**{"network": linear(2), "max_steps": 20, **change})
+    with pytest.raises(TypeError, match=r"mj.Bayesian. Got \[\]"):
+        mj.nn.Mixture([])
