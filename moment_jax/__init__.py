@@ -26,7 +26,7 @@ from moment_jax.covariance import (
     Separable,
     register_fields,
 )
-from moment_jax.inference import fit, laplace
+from moment_jax.inference import calibrate, fit, laplace
 from moment_jax.layers import (
     AttentionParams,
     DecoderBlockParams,
@@ -80,6 +80,7 @@ __all__ = [
     "activation",
     "attention",
     "brownian",
+    "calibrate",
     "cross_attention",
     "decoder_block",
     "decoding",

@@ -1,10 +1,11 @@
 """Classify images with a Bayesian vision Transformer, against what people use for uncertainty.
 
-Compares it with the plain network, an ensemble of five, MC dropout, sampled variational inference and
-Laplace approximations, on test images, on the same turned, and on images of none of the classes. Every
-seed has its own division into training, validation and test images. Open settings, and a temperature for
-each method, are chosen on validation images. Prints means and standard errors over the seeds, of the
-scores and of their differences from the plain network's; writes metrics.json and figures.
+Compares it with the plain network, an ensemble of five, MC dropout, noise on the weights calibrated on
+validation images, sampled variational inference and Laplace approximations, on test images, on the same
+turned, and on images of none of the classes. Every seed has its own division into training, validation
+and test images. Open settings, and a temperature for each method, are chosen on validation images.
+Prints means and standard errors over the seeds, of the scores and of their differences from the plain
+network's; writes metrics.json and figures.
 """
 
 import argparse

@@ -60,6 +60,7 @@ def train_all(trainer: Trainer, seeds: int, validation: Part, samples: int) -> d
         f"{count} plain, averaged logits": together(logits, jax.nn.softmax),
         "MC dropout": mc_dropout(first, validation, samples, tempered_nll),
     }
+    result["calibrated"] = _calibrated(first, plain, validation)
     for name, random in LAPLACE.items():
         result[name] = _laplace(first, plain, validation, random)
     learned = first.elbo(KL_WEIGHT, plain.models, "ELBO")
@@ -98,6 +99,17 @@ def mc_dropout(
         return compared(by_draws, trained, trainer.keys, rate=rate)
 
     return min(map(at, RATES), key=lambda method: score(method.predict, validation))
+
+
+def _calibrated(trainer: Trainer, plain: Trained, validation: Part) -> Compared:
+    """The plain networks with noise on their weights, one factor each by the validation density."""
+    start = time.perf_counter()
+    pairs = zip(plain.models, *validation, strict=True)
+    copies = [mj.calibrate(own.at_means(), mj.Categorical(), (x, y)) for own, x, y in pairs]
+    took = plain.seconds + (time.perf_counter() - start)
+    beliefs = [draws.beliefs(model.beliefs)[0] for model in copies]
+    factors = [float(np.mean(b.variance) / np.mean(b.mean**2)) ** 0.5 for b in beliefs]
+    return compared(_probs, Trained(copies, took), trainer.keys, factor=factors)
 
 
 def _laplace(trainer: Trainer, plain: Trained, validation: Part, random: Any) -> Compared:

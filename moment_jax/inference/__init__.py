@@ -1,7 +1,8 @@
-"""From data to beliefs: Laplace approximations of trained networks, and training by the ELBO."""
+"""From data to beliefs: of trained networks, calibrated or by Laplace, and training by the ELBO."""
 
+from moment_jax.inference.calibration import calibrate
 from moment_jax.inference.fitting import FitReceipt, fit
 from moment_jax.inference.laplace_approximation import LaplaceReceipt, laplace
 from moment_jax.inference.training import Training
 
-__all__ = ["FitReceipt", "LaplaceReceipt", "Training", "fit", "laplace"]
+__all__ = ["FitReceipt", "LaplaceReceipt", "Training", "calibrate", "fit", "laplace"]

@@ -1,4 +1,4 @@
-"""Second-order updates as Optax transformations, for any Flax NNX model, plain or Bayesian."""
+"""Second-order and variational updates as Optax transformations, for any Flax NNX model."""
 
 from moment_jax.optim.adaptation import adapt_damping, trust_region, undo_bad_steps
 from moment_jax.optim.blocks import DiagonalFactor, EmbeddingFactor, KroneckerFactor
@@ -9,6 +9,7 @@ from moment_jax.optim.capture import (
     Prediction,
     value_grad_and_factors,
 )
+from moment_jax.optim.ivon import IvonState, ivon, ivon_beliefs, ivon_draw, scale_by_ivon
 from moment_jax.optim.natural_gradient import (
     cg_fac,
     curvature_due,
@@ -24,6 +25,7 @@ __all__ = [
     "CategoricalPrediction",
     "DiagonalFactor",
     "EmbeddingFactor",
+    "IvonState",
     "KroneckerFactor",
     "NormalPrediction",
     "Prediction",
@@ -32,8 +34,12 @@ __all__ = [
     "curvature_due",
     "find_blocks",
     "for_model",
+    "ivon",
+    "ivon_beliefs",
+    "ivon_draw",
     "kfac",
     "scale_by_cg_fac",
+    "scale_by_ivon",
     "scale_by_kfac",
     "trust_region",
     "undo_bad_steps",

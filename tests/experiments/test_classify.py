@@ -71,7 +71,7 @@ class Flat(nnx.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*the edge of the range:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*(the edge of the range|chose the factor):UserWarning")
 def test_the_comparison(tmp_path, monkeypatch):
     whole = images.load("digits", (0, 1))
     few = [Images(part.images[:, :60], part.labels[:, :60]) for part in whole[:3]]
@@ -100,7 +100,7 @@ def test_the_comparison(tmp_path, monkeypatch):
     ]
     assert main(["classify", "--out", str(tmp_path), *counts]) == 0
     methods = json.loads((tmp_path / "metrics.json").read_text())["methods"]
-    assert len(methods) == 9
+    assert len(methods) == 10
     nll = {name: record["test"]["nll"]["mean"] for name, record in methods.items()}
     for name, record in methods.items():
         assert np.isfinite([found["mean"] for found in record["test"].values()]).all()

@@ -1,0 +1,102 @@
+"""`calibrate`: the factor is a maximum of the held-out density; doubt follows the network's errors."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import moment_jax as mj
+
+pytestmark = pytest.mark.usefixtures("ranks_of_a_user")
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(800, 3))
+WEIGHTS = np.array([[-4.0, 4.0], [0.0, 1.0], [2.0, 0.0]])
+
+
+def net(weights=WEIGHTS):
+    network = nnx.Linear(3, weights.shape[1], rngs=nnx.Rngs(0))
+    network.kernel.set_value(jnp.asarray(weights))
+    return network
+
+
+def outputs(factor, weights=WEIGHTS):
+    """Of networks with noise on the weights, one drawn for each example: their doubt is the truth."""
+    noise = factor * np.sqrt(np.mean(weights**2)) * RNG.normal(size=(len(X), *weights.shape))
+    return np.einsum("nd,ndc->nc", X, weights + noise)
+
+
+def classes(factor):
+    return np.argmax(outputs(factor) + RNG.gumbel(size=(len(X), 2)), axis=-1)
+
+
+def factor(model):
+    belief = model.beliefs["kernel"]
+    return float(jnp.sqrt(belief.variance.mean() / jnp.mean(belief.mean**2)))
+
+
+def calibrated(network, likelihood, held_out, **options):
+    """In the structure that compiles fastest."""
+    return mj.calibrate(network, likelihood, held_out, structure=mj.Diagonal, **options)
+
+
+def test_the_factor_is_a_maximum_and_the_network_stays():
+    network, labels = net(), classes(0.4)
+    model = calibrated(network, mj.Categorical(), (X, labels), batch_size=300)
+    assert model.structure is mj.Diagonal
+    assert abs(factor(model) / 0.4 - 1) < 0.35
+
+    def density(factor):
+        return float(model.scaled(factor).log_prob(X, labels).mean())
+
+    assert density(1) > max(density(0.8), density(1.25))
+    assert density(1) > density(0.01) + 0.01
+    np.testing.assert_array_equal(model.at_means().kernel[...], WEIGHTS)
+    np.testing.assert_array_equal(network.kernel[...], WEIGHTS)
+    assert not isinstance(model.beliefs["bias"], mj.posterior.Posterior)  # zeros stay certain
+
+
+def test_a_network_that_knows_less_is_doubted_more():
+    less, more = (calibrated(net(), mj.Categorical(), (X, classes(f))) for f in (0.2, 0.6))
+    assert factor(more) > 1.5 * factor(less)
+
+
+def test_noise_is_estimated_with_the_factor():
+    weights = WEIGHTS[:, :1]
+    y = outputs(0.3, weights) + 0.8 * RNG.normal(size=(len(X), 1))
+    model = mj.calibrate(net(weights), mj.Gaussian(), (X, y))
+    assert model.structure is mj.Separable
+    assert abs(factor(model) / 0.3 - 1) < 0.15
+    assert abs(float(model.likelihood.noise_variance) / 0.64 - 1) < 0.3
+    known = calibrated(net(weights), mj.Gaussian(0.64), (X, y))
+    assert abs(factor(known) / 0.3 - 1) < 0.15
+
+
+def test_linen_a_filter_and_an_edge():
+    module = linen.Sequential([linen.Dense(4), linen.tanh, linen.Dense(2)])
+    bound = module.bind(module.init(jax.random.key(0), X))
+    held_out = X, np.asarray(bound(X) > 0, float)  # a network that is always right, and not sure
+    with pytest.warns(UserWarning, match="the network is not overconfident"):
+        model = calibrated(bound, mj.Bernoulli(), held_out, random=nnx.PathContains("layers_2"))
+    assert ["/".join(path) for path in model.owned] == ["params/layers_2/kernel"]
+    assert isinstance(model.at_means(), linen.Sequential)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"held_out": (X, np.full(800, 2))}, "targets of shape .* from 0 to 1"),
+        ({"random": nnx.PathContains("none")}, "not all of them zero"),
+        ({"likelihood": mj.Gaussian(-1.0)}, "positive noise variance"),
+        ({"batch_size": 0}, "positive number as batch_size"),
+        ({"network": net(np.nan * WEIGHTS)}, "finite outputs"),
+        ({"network": nnx.BatchNorm(3, rngs=nnx.Rngs(0))}, "inference mode"),
+    ],
+)
+def test_errors(change, message):
+    likelihood, held_out = mj.Categorical(), (X, np.zeros(800, int))
+    given = {"network": net(), "likelihood": likelihood, "held_out": held_out, **change}
+    with pytest.raises(ValueError, match=message):
+        mj.calibrate(**given)
