@@ -81,7 +81,7 @@ def risk(curves: dict[str, list[dict[str, float]]]) -> Figure:
         mean = 100 * np.array([point["mean"] for point in curve])
         axes.plot(100 * np.arange(1, len(mean) + 1) / len(mean), mean, color=colour, label=name)
     axes.set(xlabel="predictions kept, the surest first (%)", ylabel="of them wrong (%)")
-    axes.set(xlim=(0, 100), ylim=(0, None))
+    axes.set(xlim=(50, 100), ylim=(0, None))
     axes.legend(loc="upper left")
     return figure
 

@@ -56,7 +56,7 @@ from moment_jax.objectives import Bernoulli, Categorical, Gaussian
 from moment_jax.propagation import PropagationError, linearised, propagate, propagation_rule
 from moment_jax.reference import monte_carlo
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "STRUCTURES",
