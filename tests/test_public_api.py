@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from pathlib import Path
 from types import ModuleType
 
@@ -38,6 +39,13 @@ def test_every_public_name_exists():
         found = mj
         for part in name.split(".")[1:]:
             found = getattr(found, part)
+
+
+def test_networks_show_their_arguments():
+    for kind in (mj.Bayesian, mj.nn.Mixture, mj.nn.Encoder, mj.nn.VisionTransformer):
+        assert inspect.signature(kind).parameters.keys() ^ {"self"} == (
+            inspect.signature(kind.__init__).parameters.keys()
+        )
 
 
 def test_dir_shows_the_public_names_and_no_others():

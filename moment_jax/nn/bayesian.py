@@ -19,7 +19,7 @@ from moment_jax.nn import inputs as given
 from moment_jax.nn import likelihood as likelihoods
 from moment_jax.nn.belief import Belief
 from moment_jax.nn.initial import Path, begun, joined, placed
-from moment_jax.nn.plain import as_given, as_nnx, inference_output, is_floating
+from moment_jax.nn.plain import Module, as_given, as_nnx, inference_output, is_floating
 from moment_jax.nn.prediction import predicted
 from moment_jax.posterior import Factorized, Posterior, sample_params
 from moment_jax.propagation import linearised as linearise
@@ -40,7 +40,7 @@ class Check(NamedTuple):
     seconds_sampled: float  # of all sampled networks, compiled
 
 
-class Bayesian(nnx.Module):
+class Bayesian(Module):
     """A Flax network with a Gaussian belief about each of its weights.
 
     `model(x)` is the mean and the covariance of the network's output, in one pass: its operations are

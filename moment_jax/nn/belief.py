@@ -11,6 +11,7 @@ from jax import Array
 
 from moment_jax import posterior as families
 from moment_jax.covariance.fields import known_values
+from moment_jax.nn.plain import Module
 from moment_jax.posterior import GaussianPrior, Posterior
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
@@ -37,7 +38,7 @@ class PriorScale(nnx.Param):
     """The log standard deviation of a learned prior (empirical Bayes)."""
 
 
-class Belief(nnx.Module):
+class Belief(Module):
     """Variational parameters of one array, and its prior N(0, prior_scale^2).
 
     All parameters are unconstrained: standard deviations are the softplus of a parameter, covariances

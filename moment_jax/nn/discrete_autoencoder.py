@@ -14,6 +14,7 @@ from moment_jax.covariance import Diagonal, Moments
 from moment_jax.nn import likelihood as likelihoods
 from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.networks import Patches, TokenTransformer
+from moment_jax.nn.plain import Module
 from moment_jax.objectives import Bernoulli, Gaussian
 from moment_jax.objectives.lower_bound import check_weight
 
@@ -31,7 +32,7 @@ class NegativeElbo(NamedTuple):
         return self.reconstruction + self.code_kl + self.weight_kl
 
 
-class DiscreteAutoencoder(nnx.Module):
+class DiscreteAutoencoder(Module):
     """x -> encoder -> pi -> z ~ Categorical(pi) -> decoder -> x_hat.
 
     An image's patches are T tokens with one of K codes each, with a uniform prior. Each of the two

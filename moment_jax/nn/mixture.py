@@ -9,10 +9,11 @@ from jax import Array
 
 from moment_jax.nn import inputs as given
 from moment_jax.nn.bayesian import Bayesian
+from moment_jax.nn.plain import Module
 from moment_jax.objectives.mixture import averaged
 
 
-class Mixture(nnx.Module):
+class Mixture(Module):
     """The equal mixture of some `mj.Bayesian`: one of them is right, and nobody knows which.
 
     Args:

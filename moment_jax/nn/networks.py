@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from moment_jax.nn.plain import Module
+
 Activation = str | Callable[[Array], Array]
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu": jax.nn.relu,
@@ -37,7 +39,7 @@ def find_activation(activation: Activation) -> Callable[[Array], Array]:
     return ACTIVATIONS[activation]
 
 
-class MLP(nnx.Module):
+class MLP(Module):
     """Linear layers with an activation between them: (..., in) -> (..., out).
 
     Args:
@@ -68,7 +70,7 @@ class MLP(nnx.Module):
         return self.layers[-1](x)
 
 
-class _Block(nnx.Module):
+class _Block(Module):
     """Base of encoder and decoder blocks: attentions, then the feed-forward layer.
 
     Every sublayer has a residual and a normalisation of its own, after it (post-norm) or before it.
@@ -159,7 +161,7 @@ class DecoderBlock(_Block):
         return self.sublayer(self.sublayer(x, self.norm2, look), self.norm3, self.transform)
 
 
-class _Stack(nnx.Module):
+class _Stack(Module):
     """Blocks one after another; with pre-norm a final normalisation follows."""
 
     block_type: ClassVar[Any]
@@ -248,7 +250,7 @@ class Decoder(_Stack):
         return self._through(x, memory, mask, memory_mask)
 
 
-class Transformer(nnx.Module):
+class Transformer(Module):
     """An encoder of the source and a decoder of the target, between your own embeddings and head.
 
     Args:
@@ -286,7 +288,7 @@ class Transformer(nnx.Module):
         return self.decoder(target, self.encoder(source, source_mask), mask, memory_mask)
 
 
-class LearnedPositions(nnx.Module):
+class LearnedPositions(Module):
     """Adds a vector of its own to every position of a sequence.
 
     Args:
@@ -312,7 +314,7 @@ class LearnedPositions(nnx.Module):
         return x + self.table(jnp.arange(x.shape[-2]))
 
 
-class TokenTransformer(nnx.Module):
+class TokenTransformer(Module):
     """Linear embedding + learned positions -> encoder -> linear head at every token.
 
     For one-hot inputs the embedding's kernel is a table of rows. Positions begin as large as tokens:
@@ -391,7 +393,7 @@ class Patches:
         return jnp.moveaxis(cut, -4, -3).reshape(*batch, rows * columns, self.size**2 * channels)
 
 
-class VisionTransformer(nnx.Module):
+class VisionTransformer(Module):
     """Patches -> linear embedding + learned positions -> encoder -> mean over tokens -> linear head.
 
     Args:

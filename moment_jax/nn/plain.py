@@ -1,6 +1,7 @@
 """The plain networks that `mj.Bayesian`, `fit` and `laplace` take: Flax modules in inference mode."""
 
-from typing import Any
+import inspect
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,17 @@ from jax.flatten_util import ravel_pytree
 from jax.interpreters import partial_eval
 
 FLOATING = nnx.All(nnx.Param, lambda _, x: is_floating(x))  # a filter
+
+
+class Module(nnx.Module):
+    """A Flax module whose constructor shows its arguments; Flax's metaclass hides them."""
+
+    __signature__: ClassVar[inspect.Signature]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        own = inspect.signature(cls.__init__)
+        cls.__signature__ = own.replace(parameters=[*own.parameters.values()][1:])
 
 
 class Linen(nnx.Module):
