@@ -360,10 +360,15 @@ class Separable(Covariance):
             return self.add(branch)
         if branch.pool is not self.pool:  # excludes masked tokens
             return self.pooled(branch.pool).add_branch(branch, cross)
-        bound = safe_sqrt(self.variances) * safe_sqrt(branch.variances)
-        variances = self.variances + branch.variances + 2 * jnp.clip(cross.own(), -bound, bound)
+        bound = safe_sqrt(self.variances * branch.variances)
+        shared = jax.lax.clamp(-bound, cross.own(), bound)
+        variances = self.variances + branch.variances + 2 * shared
         by_token = cross.tokens * jnp.sum(tg.diagonal_of(cross.features))
         if not isinstance(by_token, tg.TokenGram):
+            # Where heads cancel in the pooled sum, what single tokens get of it has lost its scale.
+            own, other = (jnp.sum(x.variances, axis=1) for x in (self, branch))
+            most = jax.lax.stop_gradient(safe_sqrt(own[:, None] * other[None, :]))
+            by_token = jax.lax.clamp(-most, by_token, most)
             by_token = tg.at_landmarks(by_token + by_token.T, tg.count_of(self.tokens))
         else:
             by_token = 2 * by_token

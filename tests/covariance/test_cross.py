@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moment_jax.covariance import Diagonal, Full
+from moment_jax.covariance import Diagonal, Full, Separable
 from tests.builders import ALL_STRUCTURES, assert_close, random_cov
 
 T, D = 4, 5
@@ -59,3 +59,14 @@ def test_what_is_carried_is_the_dense_covariance(structure, name, entries):
 def test_a_diagonal_forgets_what_other_tokens_tell():
     cov = Diagonal(jnp.ones((T, D))).with_itself()
     assert cov.map_tokens(TOKENS[:2]) is None
+
+
+def test_a_covariance_beyond_both_variances_is_bounded():
+    """So where heads cancel in the pooled sum, whose share in what tokens get is then out of scale."""
+    covs = [
+        random_cov(key, Separable, (2, 13)) for key in KEYS[:2]
+    ]  # no narrower: not corrected then
+    cross = covs[0].with_itself()
+    found = covs[0].add_branch(covs[1], cross._replace(features=-1e3 * cross.features))
+    own, other, both = (jnp.diagonal(cov.tokens) for cov in (*covs, found))
+    np.testing.assert_allclose(both, (own**0.5 - other**0.5) ** 2, rtol=1e-6)
