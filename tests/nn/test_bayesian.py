@@ -192,6 +192,21 @@ def test_a_model_is_checked_and_explained():
     assert (model.beliefs["hidden"]["bias"].mean == 1).all()  # the same variables
 
 
+def test_one_factor_corrects_the_spread_of_a_mean_over_tokens():
+    """Of eight alike tokens, which share weights, `Diagonal` has an eighth of their mean's variance."""
+    layer = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    x = jnp.ones((3, 8, 3)) * jnp.arange(1.0, 4.0)[:, None, None]
+    network = nnx.Sequential(layer, lambda x: x.mean(axis=1))
+    model = mj.Bayesian(network, structure=mj.Diagonal)
+    right = model.corrected(x, samples=200)
+    assert_close(right.spread[...], jnp.sqrt(8.0), 0.2)
+    before, after = moments_of(model, x), moments_of(right, x)
+    assert_close(after.sd, right.spread[...] * before.sd, 1e-6)
+    assert_same(after.mean, before.mean)
+    assert model.spread is None
+    assert_close(right.corrected(x, samples=200).spread[...], right.spread[...], 1e-5)
+
+
 class Reports(nnx.Module):
     """A layer with statistics."""
 
@@ -205,6 +220,7 @@ class Reports(nnx.Module):
 WRONG = [
     (lambda: mj.Bayesian(nnx.Dropout(0.1)), ValueError, "network with parameters"),
     (lambda: mj.Bayesian(jnp.tanh), TypeError, "mj.propagate"),
+    (lambda: mj.Bayesian(net()).corrected(X, samples=1), ValueError, "samples >= 2"),
     (lambda: mj.Bayesian(mj.Bayesian(net())), TypeError, "at_means"),
     (lambda: mj.Bayesian(linen.Dense(2)), TypeError, "module.bind"),
     (
