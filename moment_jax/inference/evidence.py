@@ -30,13 +30,6 @@ DIVERGED = 1e6  # root mean square of outputs in standard units
 PRECISIONS, NOISES = np.exp([-6.0, 12.0]), np.exp([-8.0, 1.0])  # ranges, in standard units
 
 
-class Setting(NamedTuple):
-    """What the evidence chooses."""
-
-    precision: np.ndarray  # of the prior of each array, (A,)
-    noise: float  # variance; 1 for classes
-
-
 class Mode(NamedTuple):
     """The network at some weights."""
 
@@ -46,12 +39,13 @@ class Mode(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """The belief about the weights, N(mean, cov), and the evidence."""
+    """The Laplace approximation at a mode, N(mean, cov), and what the evidence chooses next."""
 
     mean: np.ndarray  # (P,)
     cov: np.ndarray  # (P, P), in double precision
-    used: np.ndarray  # number of weights that the data determine in each array, (A,)
     receipt: LaplaceReceipt
+    precision: np.ndarray  # (A,)
+    noise: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +71,6 @@ class Loss:
         return fits.sum() / len(y) + 0.5 * jnp.sum(precision * model.weights[...] ** 2) / size
 
 
-@dataclasses.dataclass(frozen=True)
 class Evidence:
     """The evidence of a network, log p(targets | prior precisions, noise), by Laplace's method.
 
@@ -91,31 +84,16 @@ class Evidence:
     estimation for model selection in deep learning" (2021).
     """
 
-    network: Raveled
-    likelihood: Any
-    inputs: tuple[np.ndarray, ...]
-    targets: np.ndarray
-    shape: tuple[int, ...]
-
-    @functools.cached_property
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The first start, by path."""
-        return {path: np.asarray(x, np.float64) for path, x in self.network.arrays.items()}
-
-    @functools.cached_property
-    def of(self) -> np.ndarray:
-        """The array of each weight, (P,)."""
-        return np.repeat(np.arange(len(self.arrays)), [x.size for x in self.arrays.values()])
-
-    @property
-    def kind(self) -> Any:
-        """The likelihood without noise."""
-        return Gaussian() if isinstance(self.likelihood, Gaussian) else self.likelihood
-
-    @property
-    def known_noise(self) -> Any:
-        """1 for classes, None if it is to be estimated."""
-        return getattr(self.likelihood, "noise_variance", 1.0)
+    def __init__(
+        self, network: Raveled, likelihood: Any, inputs: tuple[np.ndarray, ...], targets: np.ndarray,
+        shape: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        self.network, self.likelihood, self.shape = network, likelihood, shape
+        self.inputs, self.targets = inputs, targets
+        self.arrays = {path: np.asarray(x, np.float64) for path, x in network.arrays.items()}
+        self.of = np.repeat(np.arange(len(self.arrays)), [x.size for x in self.arrays.values()])
+        self.kind = Gaussian() if isinstance(likelihood, Gaussian) else likelihood
+        self.known_noise = getattr(likelihood, "noise_variance", 1.0)  # None if to be estimated
 
     def maximised(
         self, members: int, steps: int, rate: float, seed: int, tell: Callable[[int, float], None]
@@ -125,22 +103,20 @@ class Evidence:
         Adam minimises -log p(targets, weights). After every tenth of its steps the precisions and the
         noise are re-estimated. `tell` is told the number of steps made and the mean log evidence.
         """
-        first = self.network.weights[...]
+        first, training = (
+            self.network.weights[...],
+            self._begun(self.network.weights[...], rate, steps)[0],
+        )
         starts = jnp.stack([first, *self._others(members - 1, seed)])
-
-        def begun(weights: Array) -> tuple[Training, Any]:
-            return Training.of(self._at(weights), _adam(rate, steps), Loss(self.kind))
-
-        training, _ = begun(first)
-        states = jax.vmap(lambda weights: begun(weights)[1])(starts)
+        states = jax.vmap(lambda weights: self._begun(weights, rate, steps)[1])(starts)
         data = jax.tree.map(jnp.asarray, (self.inputs, self.targets))
         if not isinstance(self.likelihood, Categorical):
             data = data[0], data[1].astype(first.dtype)
         keys = jax.random.split(jax.random.key(seed), members)
-        settings = [Setting(np.ones(len(self.arrays)), self.known_noise or FIRST_NOISE)] * members
+        settings = [(np.ones(len(self.arrays)), self.known_noise or FIRST_NOISE)] * members
         for done in range(ROUNDS):
             start, end = (steps * n // ROUNDS for n in (done, done + 1))
-            chosen = [s.precision[self.of] for s in settings], [s.noise for s in settings]
+            chosen = [x[self.of] for x, _ in settings], [noise for _, noise in settings]
             given = keys, *data, *(jnp.asarray(np.stack(x), first.dtype) for x in chosen)
             states, _ = _side_by_side(training)(
                 states, given, jnp.int32(start), jnp.int32(end - start)
@@ -148,14 +124,13 @@ class Evidence:
             with np.errstate(over="ignore", invalid="ignore"):
                 modes = [self.mode(w) for w in np.asarray(training.model(states).weights[...])]
                 each = [np.sqrt(np.mean(x.outputs**2)) + 0 * np.trace(x.gram) for x in modes]
-                largest = np.max(each)
-            if not largest < DIVERGED:
+            if not np.max(each) < DIVERGED:
                 raise ValueError(
-                    f"`fit` diverged: after {end} steps the outputs are of size {largest:.3g}, in "
+                    f"`fit` diverged: after {end} steps the outputs are of size {np.max(each):.3g}, in "
                     f"standard units. Take a learning_rate below {rate}."
                 )
             found = [self.estimate(*each) for each in zip(modes, settings, strict=True)]
-            settings = [self.updated(*each) for each in zip(modes, found, strict=True)]
+            settings = [(x.precision, x.noise) for x in found]
             tell(end, float(np.mean([x.receipt.log_evidence for x in found])))
         return [self.estimate(*each) for each in zip(modes, settings, strict=True)]
 
@@ -173,32 +148,31 @@ class Evidence:
         outputs = outputs[: len(self.targets)].reshape(-1, *self.shape)
         return Mode(weights.astype(np.float64), outputs, gram)
 
-    def estimate(self, mode: Mode, setting: Setting) -> Estimate:
-        """The Laplace approximation at a mode."""
+    def estimate(self, mode: Mode, setting: tuple[np.ndarray, float]) -> Estimate:
+        """At a prior precision of each array and a noise variance; the next ones by MacKay's update.
+
+        That is, the number of weights that the data determine over the sum of their squares.
+        """
         precision, noise = setting
         matrix = mode.gram / noise
         least = len(matrix) * np.finfo(float).eps * matrix.diagonal().max()  # for a Cholesky factor
         matrix[np.diag_indices_from(matrix)] += precision[self.of] + least
         half_logdet = np.sum(np.log(np.diag(np.linalg.cholesky(matrix))))
-        cov = np.linalg.inv(matrix)
+        cov, squares = np.linalg.inv(matrix), np.bincount(self.of, mode.weights**2)
         used = np.bincount(self.of, 1 - precision[self.of] * np.diag(cov))
         evidence = log_likelihood(self.likelihood, mode.outputs, self.targets, noise) - half_logdet
-        prior = np.log(precision[self.of]) - precision[self.of] * mode.weights**2
+        evidence += 0.5 * float(np.sum(np.log(precision[self.of])) - precision @ squares)
         known = dict(zip(self.arrays, precision.tolist(), strict=True))
         of_noise = noise if isinstance(self.likelihood, Gaussian) else None
-        evidence, number = float(evidence + 0.5 * prior.sum()), float(used.sum())
-        receipt = LaplaceReceipt(evidence, known, of_noise, number)
-        return Estimate(mode.weights, (cov + cov.T) / 2, used, receipt)
+        receipt = LaplaceReceipt(float(evidence), known, of_noise, float(used.sum()))
+        following = np.clip(np.maximum(used, 0.5) / (squares + 1e-6), *PRECISIONS)
+        if self.known_noise is None:
+            size, residual = self.targets.size, np.sum((self.targets - mode.outputs) ** 2)
+            noise = float(np.clip(residual / max(size - used.sum(), 0.1 * size), *NOISES))
+        return Estimate(mode.weights, (cov + cov.T) / 2, receipt, following, noise)
 
-    def updated(self, mode: Mode, found: Estimate) -> Setting:
-        """MacKay's update: the weights that the data determine over their squares, and the noise's."""
-        squares = np.bincount(self.of, mode.weights**2)
-        precision = np.clip(np.maximum(found.used, 0.5) / (squares + 1e-6), *PRECISIONS)
-        if self.known_noise is not None:
-            return Setting(precision, self.known_noise)
-        size, residual = self.targets.size, np.sum((self.targets - mode.outputs) ** 2)
-        free = max(size - found.used.sum(), 0.1 * size)
-        return Setting(precision, float(np.clip(residual / free, *NOISES)))
+    def _begun(self, weights: Array, rate: float, steps: int) -> tuple[Training, Any]:
+        return Training.of(self._at(weights), _adam(rate, steps), Loss(self.kind))
 
     def _others(self, count: int, seed: int) -> list[Array]:
         """Other starts: arrays of two axes or more are drawn anew with their mean and their spread."""
@@ -239,7 +213,7 @@ def by_evidence(
     evidence = Evidence(Raveled(network), known, scaled, targets, shape)
     found = evidence.maximised(members, steps, rate, seed, lambda n, x: tell(n, x - units))
     models = []
-    for mean, cov, _, receipt in found:
+    for mean, cov, receipt, *_ in found:
         learned = real and likelihood.noise_variance is None
         noise = Gaussian(jnp.asarray(receipt.noise_variance * spread**2)) if learned else likelihood
         whole = Raveled(Standardised(network, of_inputs, of_targets))

@@ -51,7 +51,7 @@ class FitReceipt(NamedTuple):
     converged: bool  # whether the held-out NLL improved no more, or the evidence changed no more
     objective: str  # "elbo" or "evidence"
     reason: str  # why that was taken
-    evidence: tuple[LaplaceReceipt, ...] = ()  # of each member, precisions in standard units
+    evidence: tuple[LaplaceReceipt, ...] = ()  # of each member, in standard units
 
 
 def fit(
@@ -77,8 +77,9 @@ def fit(
 
     **"evidence"**, for networks whose weights the data determine, of at most 5,000: a MAP estimate, ten
     times on the way the prior precision of each array and the noise of `mj.Gaussian()` re-estimated by
-    MacKay's evidence, from the exact Gauss-Newton matrix of all weights. The belief is its inverse, the
-    joint covariance of all weights, and the model is linearised in them. It needs no held-out data.
+    MacKay's evidence, from the exact Gauss-Newton matrix of all weights. The belief is the inverse, the
+    joint covariance of all weights, and the model is linearised in them. The noise is the same share of
+    each output's variance. Nothing is held out.
 
     **"elbo"**, for all others: independent Gaussian weights (`Factorized`). The prior scale of each
     array is learned, and so is the noise of `mj.Gaussian()`. Training stops when the negative log
@@ -243,30 +244,34 @@ def _chosen(
 ) -> tuple[str, str]:
     """The objective, and the reason for it; `own` are the ELBO's own options."""
     need = functools.partial(checks.need, "fit")
-    rule = 'objective="evidence", "elbo" or None'
-    need(objective in ("evidence", "elbo", None), rule, repr(objective))
+    right = objective in ("evidence", "elbo", None)
+    need(right, 'objective="evidence", "elbo" or None', repr(objective))
     need(members == int(members), "a whole number of members", members)
-    given = ", ".join(name for name, value in own.items() if value is not None)
-    against, size = f"{given}, for the ELBO alone" if given else "", 0
-    if isinstance(network, Bayesian):
-        against = "a Bayesian, which is trained itself"
-    else:
-        size = sum(x.size for x in jax.tree.leaves(nnx.state(as_nnx(network), FLOATING)))
-        against = against if size else "no weights"
-    if size > MOST_WEIGHTS:
-        against = f"{size:,} weights, more than {MOST_WEIGHTS:,}"
+    trained = isinstance(network, Bayesian)
+    known = () if trained else jax.tree.leaves(nnx.state(as_nnx(network), FLOATING))
+    size, given = sum(x.size for x in known), [name for name, x in own.items() if x is not None]
+    reasons = {
+        "it was asked for": objective == "elbo",
+        "a Bayesian, which is trained itself": trained,
+        f"{', '.join(given)}, for the ELBO alone": given,
+        f"{size:,} weights, of 1 to {MOST_WEIGHTS:,}": not 0 < size <= MOST_WEIGHTS,
+        "a likelihood that is not Gaussian": objective is None
+        and not isinstance(likelihood, Gaussian),
+    }
+    against = next((reason for reason, holds in reasons.items() if holds), "")
     if objective == "evidence":
-        rule = f"a plain network of at most {MOST_WEIGHTS:,} weights for the evidence"
+        rule = f"a plain network of 1 to {MOST_WEIGHTS:,} weights for the evidence"
         need(not against, rule, against, 'Use objective="elbo".')
-    elif objective is None:
-        if not isinstance(likelihood, Gaussian):
-            against = against or "a likelihood that is not Gaussian"
-        objective = "elbo" if against else "evidence"
-    else:
-        against = "it was asked for"
-    right, came = members == 1 or objective == "evidence", f"the ELBO, for {against}"
-    need(right, "the evidence for several members", came, 'Give objective="evidence".')
-    return objective, against or f"{size:,} weights, at most {MOST_WEIGHTS:,}"
+    need(
+        members == 1 or not against,
+        "the evidence for several members",
+        f"the ELBO, for {against}",
+        'Give objective="evidence".',
+    )
+    return (
+        "elbo" if against else "evidence",
+        against or f"{size:,} weights, of 1 to {MOST_WEIGHTS:,}",
+    )
 
 
 def _loss(model: Bayesian, data: Any, step: Array) -> Array:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from flax import nnx
 from jax import Array
 
@@ -44,9 +43,3 @@ class Mixture(Module):
     def log_prob(self, x: Any, y: Array, *, batch_size: int = 256, **options: Any) -> Array:
         """Log predictive density of each target, in nats: `predict(x).log_prob(y)`."""
         return self.predict(*given.arguments(x), batch_size=batch_size, **options).log_prob(y)
-
-    def sample(self, key: Array) -> Any:
-        """The plain network of one draw of the weights of a member, itself drawn; not under jit."""
-        of_member, of_weights = jax.random.split(key)
-        member = int(jax.random.randint(of_member, (), 0, len(self.members)))
-        return self.members[member].sample(of_weights)

@@ -10,7 +10,6 @@ from jax import Array
 from jax.scipy import stats
 from jax.scipy.special import logsumexp
 
-from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.objectives.predictive import (
     BernoulliPredictive,
     CategoricalPredictive,
@@ -21,53 +20,28 @@ from moment_jax.objectives.predictive import (
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class MixturePredictive:
+class MixturePredictive(GaussianPredictive):
     """Real targets, an equal mixture of K Gaussian predictions.
 
     Args:
+      mean: (..., D).
+      cov: covariance of the last axis, within and between the parts, (..., D, D).
       parts: the predictions, stacked: means (K, ..., D), covariances (K, ..., D, D).
     """
 
     parts: GaussianPredictive
 
-    @property
-    def mean(self) -> Array:
-        """The expected target, (..., D)."""
-        return self.parts.mean.mean(axis=0)
-
-    @property
-    def cov(self) -> Array:
-        """Covariance of the last axis, within and between the parts, (..., D, D)."""
-        apart = self.parts.mean - self.mean[None]
-        return jnp.mean(self.parts.cov + apart[..., :, None] * apart[..., None, :], axis=0)
-
-    @property
-    def variance(self) -> Array:
-        """The variance of each target, noise included, (..., D)."""
-        return self.parts.variance.mean(axis=0) + self.parts.mean.var(axis=0)
-
-    @property
-    def sd(self) -> Array:
-        """The standard deviation of each target, noise included, (..., D)."""
-        return safe_sqrt(self.variance)
-
     def quantile(self, p: Array | float) -> Array:
         """The p-quantile of each target, (..., D), by bisection between those of the parts."""
-        each = self.parts.quantile(p)
+        each, mean, sd = self.parts.quantile(p), self.parts.mean, self.parts.sd
 
         def halved(_: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
             middle = (ends[0] + ends[1]) / 2
-            below = stats.norm.cdf(middle[None], self.parts.mean, self.parts.sd).mean(axis=0) < p
+            below = stats.norm.cdf(middle[None], mean, sd).mean(axis=0) < p
             return jnp.where(below, middle, ends[0]), jnp.where(below, ends[1], middle)
 
         low, high = jax.lax.fori_loop(0, 40, halved, (each.min(axis=0), each.max(axis=0)))
         return (low + high) / 2
-
-    def interval(self, level: float = 0.9) -> tuple[Array, Array]:
-        """The central interval that holds each target with this probability, (..., D) each."""
-        if not 0 < level < 1:
-            raise ValueError(f"`interval` needs a level between 0 and 1. Got {level}.")
-        return self.quantile(0.5 - level / 2), self.quantile(0.5 + level / 2)
 
     def log_prob(self, y: Array) -> Array:
         """Log density of targets y (..., D), jointly over the last axis, (...), in nats."""
@@ -90,7 +64,10 @@ def averaged(predictions: Sequence[Any]) -> Any:
     """
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *predictions)
     if isinstance(stacked, GaussianPredictive):
-        return MixturePredictive(stacked)
+        mean = stacked.mean.mean(axis=0)
+        apart = stacked.mean - mean[None]
+        between = apart[..., :, None] * apart[..., None, :]
+        return MixturePredictive(mean, jnp.mean(stacked.cov + between, axis=0), stacked)
     if isinstance(stacked, BernoulliPredictive):
         return jax.tree.map(lambda x: x.mean(axis=0), stacked)
     logs = logsumexp(stacked.log_probs, axis=0) - jnp.log(len(predictions))

@@ -325,8 +325,7 @@ class GaussianPredictive:
         """The central interval that holds each target with this probability, (..., D) each."""
         if not 0 < level < 1:
             raise ValueError(f"`interval` needs a level between 0 and 1. Got {level}.")
-        half = self.sd * stats.norm.ppf(0.5 + level / 2)
-        return self.mean - half, self.mean + half
+        return self.quantile(0.5 - level / 2), self.quantile(0.5 + level / 2)
 
     def log_prob(self, y: Array) -> Array:
         """Log density of targets y (..., D), jointly over the last axis, (...), in nats."""
