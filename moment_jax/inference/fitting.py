@@ -1,43 +1,24 @@
-"""`fit`: a `Bayesian` from data in one call, trained by the analytic ELBO or the evidence."""
+"""`fit`: a model from data in one call, trained by the evidence or by the analytic ELBO."""
 
 import functools
-import math
-import numbers
 import sys
-import warnings
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import linen, nnx
-from jax import Array
 
-from moment_jax import objectives
 from moment_jax.covariance import Covariance
 from moment_jax.inference import data as checks
+from moment_jax.inference.elbo import ELBO_STEPS, Course, by_elbo
 from moment_jax.inference.evidence import EVIDENCE_RATE, EVIDENCE_STEPS, MOST_WEIGHTS, by_evidence
 from moment_jax.inference.laplace_approximation import LaplaceReceipt
-from moment_jax.inference.standardised import Standardised, columns, columns_of
-from moment_jax.inference.training import STEPS_AT_ONCE, Training
-from moment_jax.nn import PriorScale
 from moment_jax.nn import likelihood as likelihoods
 from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.mixture import Mixture
 from moment_jax.nn.plain import FLOATING, as_nnx
 from moment_jax.objectives import Gaussian
 
-Data = tuple[tuple[np.ndarray, ...], np.ndarray]
-
-TRAINED = nnx.All(nnx.Param, nnx.Not(PriorScale))  # the prior's optimum has a closed form
-ADAM = functools.cache(optax.adam)  # one object for each rate: trainings alike are compiled once
-WARM_UP = 3.0  # steps of KL warm-up, times the learning rate
-BATCH_SIZES = (32, 64, 128, 256)  # few, so that data of other sizes need no other programs
-# Of outputs in a batch: with 300 classes, batches of 64 take a quarter of the time.
-MOST_PAIRS = 2**23
-FEWEST_HELD_OUT = 10
 SETTLED = 0.05  # nats for each example: the last change of the log evidence
 
 
@@ -152,91 +133,26 @@ def fit(
         checks.likelihood("fit", likelihood)
     plain = as_nnx(network.at_means() if isinstance(network, Bayesian) else network)
     inputs, targets, shape = checks.data("fit", plain, likelihood, data)
-    history: list[tuple[int, float, float]] = []
+    course = Course(max_steps or (EVIDENCE_STEPS if objective == "evidence" else ELBO_STEPS), shown)
+    evidence: tuple[LaplaceReceipt, ...] = ()
     if objective == "evidence":
-        steps, rate = max_steps or EVIDENCE_STEPS, learning_rate or EVIDENCE_RATE
-        bar = _bar(steps, shown)
-
-        def tell(step: int, evidence: float) -> None:
-            history.append((step, -evidence / len(targets), math.nan))
-            if bar is not None:
-                bar.update(step - bar.n)
-                bar.set_postfix(loss=f"{history[-1][1]:.3f}")
-
-        models, found = by_evidence(
-            plain, likelihood, inputs, targets, shape,
-            members=int(members), steps=steps, rate=rate, seed=seed, tell=tell,
+        models, evidence = by_evidence(
+            plain, likelihood, inputs, targets, shape, members=int(members), steps=course.total,
+            rate=learning_rate or EVIDENCE_RATE, seed=seed,
+            tell=lambda step, value: course(step, -value / len(targets)),
         )  # fmt: skip
-        if bar is not None:
-            bar.close()
         model = models[0] if members == 1 else Mixture(models)
-        settled = abs(history[-1][1] - history[-2][1]) < SETTLED
-        told = FitReceipt(history, settled, objective, reason, found)
-        return (model, told) if receipt else model
-    held_out = 0.15 if held_out is None else held_out
-    max_steps, patience, learning_rate = max_steps or 3000, patience or 6, learning_rate or 1e-3
-    kl_weight = 1.0 if kl_weight is None else kl_weight
-    if isinstance(held_out, numbers.Real):
-        (inputs, targets), held = _divided((inputs, targets), float(held_out), seed)
+        (_, before, _), (_, last, _) = course.history[-2:]
+        converged = abs(last - before) < SETTLED
     else:
-        held = checks.data("fit", plain, likelihood, held_out, inputs)[:2]
-    of_inputs = list(map(columns_of, inputs))
-    of_targets = columns(targets) if isinstance(likelihood, Gaussian) else None
-    given = {"random": random, "relative_scale": relative_scale, "structure": structure}
-    options = {name: value for name, value in given.items() if value is not None}
-    if isinstance(network, Bayesian):
-        model = _as_it_is(network, options, of_inputs)
-    else:
-        if any(of_inputs) or of_targets:
-            plain = Standardised(plain, of_inputs, of_targets)
-        model = Bayesian(plain, **{"relative_scale": 0.05, "learn_prior": True, **options})
-    if model.kind is None:
-        model.kind, model.noise = likelihoods.stored(likelihood)
-        if isinstance(model.noise, likelihoods.LogNoise) and of_targets:
-            model.noise.set_value(jnp.asarray(2 * np.log(of_targets[1])))
-
-    warm_up, size = min(round(WARM_UP / learning_rate), max_steps // 2), len(targets)
-    batch = _batch_size(size, shape[-1])
-    batches = _shuffled((inputs, targets), seed, batch)
-
-    def chunk(first: int) -> Any:
-        weights = objectives.kl_warmup(first + jnp.arange(STEPS_AT_ONCE), warm_up, kl_weight)
-        return *next(batches), jnp.broadcast_to(weights, STEPS_AT_ONCE), float(size)
-
-    _fit_priors(model)
-    adam = ADAM(learning_rate)
-    training, start = Training.of(model, adam, _loss, wrt=TRAINED, finish=_fit_priors)
-    best, best_nll, best_at, nll = start, math.inf, 0, math.nan
-    bar = _bar(max_steps, shown)
-    for step, state, value in training.run(start, chunk, max_steps):
-        loss = float(value)
-        if held is not None and math.isfinite(loss):
-            log_probs = training.model(state).log_prob(*held, batch_size=batch)
-            nll = -float(log_probs.sum()) / len(held[1])
-        history.append((step, loss, nll))
-        if bar is not None:
-            bar.update(step - bar.n)
-            bar.set_postfix(loss=f"{loss:.3f}", held_out=f"{nll:.3f}")
-        if not math.isfinite(loss) or (held is not None and not math.isfinite(nll)):
-            raise ValueError(
-                f"`fit` diverged: after {step} steps -ELBO / N is {loss}, the NLL {nll}. Standardise "
-                f"inputs and targets, or take a learning_rate below {learning_rate}."
-            )
-        if held is None or nll < best_nll - 1e-3:
-            best, best_nll, best_at = state, nll, len(history)
-        elif sum(done > warm_up for done, *_ in history[best_at:]) >= patience:
-            break
-    if bar is not None:
-        bar.close()
-    converged = len(history) - best_at >= patience
-    if held is not None and not converged:
-        warnings.warn(
-            "`fit` stopped without having converged: the held-out density was still improving at the "
-            f"end of {max_steps} steps. Take more max_steps, or a larger learning_rate.",
-            stacklevel=2,
-        )
-    nnx.update(model, best[0])
-    return (model, FitReceipt(history, converged, objective, reason)) if receipt else model
+        random_network = network if isinstance(network, Bayesian) else None
+        model, converged = by_elbo(
+            plain, random_network, likelihood, inputs, targets, shape, course, seed=seed,
+            learning_rate=learning_rate, **own,
+        )  # fmt: skip
+    course.close()
+    told = FitReceipt(course.history, converged, objective, reason, evidence)
+    return (model, told) if receipt else model
 
 
 def _chosen(
@@ -274,38 +190,6 @@ def _chosen(
     )
 
 
-def _loss(model: Bayesian, data: Any, step: Array) -> Array:
-    """-ELBO for each example of the data, of one of the batches (steps, batch, ...)."""
-    *batches, size = data
-    inputs, targets, weight = jax.tree.map(lambda x: x[step % STEPS_AT_ONCE], batches)
-    count = len(targets)
-    # A batch may hold more examples than the data, some of them twice.
-    weighted = weight * count / size
-    return -model.elbo(inputs, targets, dataset_size=count, kl_weight=weighted)
-
-
-def _fit_priors(model: Bayesian) -> None:
-    for belief in model.owned.values():
-        belief.fit_prior()
-
-
-def _as_it_is(model: Bayesian, options: dict[str, Any], columns: list[Any]) -> Bayesian:
-    """The model that is trained in place; warns of columns in other units."""
-    if options or model.batch_axes != 1:
-        raise ValueError(
-            f"`fit` trains a Bayesian as it is, of batch_axes=1. Got batch_axes={model.batch_axes}"
-            f"{''.join(f', {name}' for name in options)}. Set them in mj.Bayesian()."
-        )
-    odd = [sd for each in columns if each for sd in each[1] if not 0.1 <= sd <= 10]
-    if odd:
-        warnings.warn(
-            "`fit` trains a Bayesian on inputs as they are. Got a column of standard deviation "
-            f"{odd[0]:.3g}. Bring columns to about one, or give the plain network.",
-            stacklevel=3,
-        )
-    return model
-
-
 def _own_likelihood(model: Bayesian, likelihood: Any) -> Any:
     """The likelihood of a `Bayesian`, which the given one has to be."""
     own = Gaussian() if isinstance(model.noise, likelihoods.LogNoise) else model.likelihood
@@ -317,46 +201,3 @@ def _own_likelihood(model: Bayesian, likelihood: Any) -> Any:
             f"mj.Gaussian. Got {likelihood!r}, and {own} of the model. Give None for its own."
         )
     return own
-
-
-def _divided(data: Data, share: float, seed: int) -> tuple[Data, Data | None]:
-    """Split the data at random into training and held-out data."""
-    if not 0 <= share < 1:
-        raise ValueError(
-            f"`fit` needs held_out as data, or a share from 0 to below 1. Got {share}."
-        )
-    held = round(share * len(data[1]))
-    if held < FEWEST_HELD_OUT:
-        return data, None
-    order = np.random.default_rng(seed).permutation(len(data[1]))
-    train, apart = (jax.tree.map(lambda x, r=r: x[r], data) for r in (order[held:], order[:held]))
-    return train, apart
-
-
-def _batch_size(size: int, num_outputs: int) -> int:
-    """The smallest of `BATCH_SIZES` that holds all examples, else the largest within `MOST_PAIRS`."""
-    fit = [b for b in BATCH_SIZES if b * num_outputs**2 <= MOST_PAIRS] or BATCH_SIZES[:1]
-    return next((b for b in fit if b >= size), fit[-1])
-
-
-def _shuffled(data: Data, seed: int, batch: int) -> Iterator[Data]:
-    """Endless groups of `STEPS_AT_ONCE` batches, (steps, batch, ...), from successive permutations.
-
-    Every example occurs equally often, so batch averages are unbiased.
-    """
-    rng, count, order = np.random.default_rng(seed), STEPS_AT_ONCE * batch, np.empty(0, np.int64)
-    while True:
-        while order.size < count:
-            order = np.append(order, rng.permutation(len(data[1])))
-        rows, order = order[:count].reshape(STEPS_AT_ONCE, batch), order[count:]
-        yield jax.tree.map(lambda x, rows=rows: x[rows], data)
-
-
-def _bar(total: int, wanted: bool | None) -> Any:
-    """A tqdm progress bar, hidden unless wanted (by default on a terminal); None without tqdm."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    shown = sys.stderr.isatty() if wanted is None else wanted
-    return tqdm(total=total, unit="step", leave=False, disable=not shown)

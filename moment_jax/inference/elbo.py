@@ -1,0 +1,201 @@
+"""Training by the analytic ELBO, with a KL warm-up and early stopping."""
+
+import functools
+import math
+import numbers
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import Array
+
+from moment_jax import objectives
+from moment_jax.covariance import Covariance
+from moment_jax.inference import data as checks
+from moment_jax.inference.standardised import Standardised, columns, columns_of
+from moment_jax.inference.training import STEPS_AT_ONCE, Training
+from moment_jax.nn import PriorScale
+from moment_jax.nn import likelihood as likelihoods
+from moment_jax.nn.bayesian import Bayesian
+from moment_jax.objectives import Gaussian
+
+Data = tuple[tuple[np.ndarray, ...], np.ndarray]
+
+ELBO_STEPS = 3000
+TRAINED = nnx.All(nnx.Param, nnx.Not(PriorScale))  # the prior's optimum has a closed form
+ADAM = functools.cache(optax.adam)  # one object for each rate: trainings alike are compiled once
+WARM_UP = 3.0  # steps of KL warm-up, times the learning rate
+BATCH_SIZES = (32, 64, 128, 256)  # few, so that data of other sizes need no other programs
+# Of outputs in a batch: with 300 classes, batches of 64 take a quarter of the time.
+MOST_PAIRS = 2**23
+FEWEST_HELD_OUT = 10
+
+
+class Course:
+    """What a training tells: its history, and a progress bar (tqdm, where that is installed).
+
+    Args:
+      total: number of steps.
+      shown: whether to show the bar.
+    """
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self.total, self.history = total, list[tuple[int, float, float]]()
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            self.bar = None
+        else:
+            self.bar = tqdm(total=total, unit="step", leave=False, disable=not shown)
+
+    def __call__(self, step: int, loss: float, nll: float = math.nan) -> None:
+        """After so many steps: the loss, and the held-out NLL if data are held out."""
+        self.history.append((step, loss, nll))
+        if self.bar is not None:
+            self.bar.update(step - self.bar.n)
+            self.bar.set_postfix(loss=f"{loss:.3f}", held_out=f"{nll:.3f}")
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self.bar is not None:
+            self.bar.close()
+
+
+def by_elbo(
+    plain: nnx.Module, model: Bayesian | None, likelihood: Any, inputs: tuple[np.ndarray, ...],
+    targets: np.ndarray, shape: tuple[int, ...], course: Course, *, held_out: Any, random: Any,
+    patience: int | None, learning_rate: float | None, kl_weight: float | None,
+    relative_scale: float | None, structure: type[Covariance] | None, seed: int,
+) -> tuple[Bayesian, bool]:  # fmt: skip
+    """The trained model, and whether training converged; see `fit`.
+
+    `model` is trained in place if it is given; else one is made of the plain network.
+    """
+    held_out = 0.15 if held_out is None else held_out
+    max_steps, patience, learning_rate = course.total, patience or 6, learning_rate or 1e-3
+    kl_weight = 1.0 if kl_weight is None else kl_weight
+    if isinstance(held_out, numbers.Real):
+        (inputs, targets), held = _divided((inputs, targets), float(held_out), seed)
+    else:
+        held = checks.data("fit", plain, likelihood, held_out, inputs)[:2]
+    of_inputs = list(map(columns_of, inputs))
+    of_targets = columns(targets) if isinstance(likelihood, Gaussian) else None
+    given = {"random": random, "relative_scale": relative_scale, "structure": structure}
+    options = {name: value for name, value in given.items() if value is not None}
+    if model is not None:
+        model = _as_it_is(model, options, of_inputs)
+    else:
+        if any(of_inputs) or of_targets:
+            plain = Standardised(plain, of_inputs, of_targets)
+        model = Bayesian(plain, **{"relative_scale": 0.05, "learn_prior": True, **options})
+    if model.kind is None:
+        model.kind, model.noise = likelihoods.stored(likelihood)
+        if isinstance(model.noise, likelihoods.LogNoise) and of_targets:
+            model.noise.set_value(jnp.asarray(2 * np.log(of_targets[1])))
+
+    warm_up, size = min(round(WARM_UP / learning_rate), max_steps // 2), len(targets)
+    batch = _batch_size(size, shape[-1])
+    batches = _shuffled((inputs, targets), seed, batch)
+
+    def chunk(first: int) -> Any:
+        weights = objectives.kl_warmup(first + jnp.arange(STEPS_AT_ONCE), warm_up, kl_weight)
+        return *next(batches), jnp.broadcast_to(weights, STEPS_AT_ONCE), float(size)
+
+    _fit_priors(model)
+    adam = ADAM(learning_rate)
+    training, start = Training.of(model, adam, _loss, wrt=TRAINED, finish=_fit_priors)
+    best, best_nll, best_at, nll = start, math.inf, 0, math.nan
+    for step, state, value in training.run(start, chunk, max_steps):
+        loss = float(value)
+        if held is not None and math.isfinite(loss):
+            log_probs = training.model(state).log_prob(*held, batch_size=batch)
+            nll = -float(log_probs.sum()) / len(held[1])
+        course(step, loss, nll)
+        if not math.isfinite(loss) or (held is not None and not math.isfinite(nll)):
+            raise ValueError(
+                f"`fit` diverged: after {step} steps -ELBO / N is {loss}, the NLL {nll}. Standardise "
+                f"inputs and targets, or take a learning_rate below {learning_rate}."
+            )
+        if held is None or nll < best_nll - 1e-3:
+            best, best_nll, best_at = state, nll, len(course.history)
+        elif sum(done > warm_up for done, *_ in course.history[best_at:]) >= patience:
+            break
+    converged = len(course.history) - best_at >= patience
+    if held is not None and not converged:
+        warnings.warn(
+            "`fit` stopped without having converged: the held-out density was still improving at the "
+            f"end of {max_steps} steps. Take more max_steps, or a larger learning_rate.",
+            stacklevel=3,
+        )
+    nnx.update(model, best[0])
+    return model, converged
+
+
+def _loss(model: Bayesian, data: Any, step: Array) -> Array:
+    """-ELBO for each example of the data, of one of the batches (steps, batch, ...)."""
+    *batches, size = data
+    inputs, targets, weight = jax.tree.map(lambda x: x[step % STEPS_AT_ONCE], batches)
+    count = len(targets)
+    # A batch may hold more examples than the data, some of them twice.
+    weighted = weight * count / size
+    return -model.elbo(inputs, targets, dataset_size=count, kl_weight=weighted)
+
+
+def _fit_priors(model: Bayesian) -> None:
+    for belief in model.owned.values():
+        belief.fit_prior()
+
+
+def _as_it_is(model: Bayesian, options: dict[str, Any], columns: list[Any]) -> Bayesian:
+    """The model that is trained in place; warns of columns in other units."""
+    if options or model.batch_axes != 1:
+        raise ValueError(
+            f"`fit` trains a Bayesian as it is, of batch_axes=1. Got batch_axes={model.batch_axes}"
+            f"{''.join(f', {name}' for name in options)}. Set them in mj.Bayesian()."
+        )
+    odd = [sd for each in columns if each for sd in each[1] if not 0.1 <= sd <= 10]
+    if odd:
+        warnings.warn(
+            "`fit` trains a Bayesian on inputs as they are. Got a column of standard deviation "
+            f"{odd[0]:.3g}. Bring columns to about one, or give the plain network.",
+            stacklevel=4,
+        )
+    return model
+
+
+def _divided(data: Data, share: float, seed: int) -> tuple[Data, Data | None]:
+    """Split the data at random into training and held-out data."""
+    if not 0 <= share < 1:
+        raise ValueError(
+            f"`fit` needs held_out as data, or a share from 0 to below 1. Got {share}."
+        )
+    held = round(share * len(data[1]))
+    if held < FEWEST_HELD_OUT:
+        return data, None
+    order = np.random.default_rng(seed).permutation(len(data[1]))
+    train, apart = (jax.tree.map(lambda x, r=r: x[r], data) for r in (order[held:], order[:held]))
+    return train, apart
+
+
+def _batch_size(size: int, num_outputs: int) -> int:
+    """The smallest of `BATCH_SIZES` that holds all examples, else the largest within `MOST_PAIRS`."""
+    fit = [b for b in BATCH_SIZES if b * num_outputs**2 <= MOST_PAIRS] or BATCH_SIZES[:1]
+    return next((b for b in fit if b >= size), fit[-1])
+
+
+def _shuffled(data: Data, seed: int, batch: int) -> Iterator[Data]:
+    """Endless groups of `STEPS_AT_ONCE` batches, (steps, batch, ...), from successive permutations.
+
+    Every example occurs equally often, so batch averages are unbiased.
+    """
+    rng, count, order = np.random.default_rng(seed), STEPS_AT_ONCE * batch, np.empty(0, np.int64)
+    while True:
+        while order.size < count:
+            order = np.append(order, rng.permutation(len(data[1])))
+        rows, order = order[:count].reshape(STEPS_AT_ONCE, batch), order[count:]
+        yield jax.tree.map(lambda x, rows=rows: x[rows], data)
