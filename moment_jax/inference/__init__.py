@@ -1,4 +1,4 @@
-"""From data to beliefs: Laplace approximations of trained networks, and training by the ELBO."""
+"""From data to beliefs: Laplace approximations, and training by the evidence or the ELBO."""
 
 from moment_jax.inference.fitting import FitReceipt, fit
 from moment_jax.inference.laplace_approximation import LaplaceReceipt, laplace
