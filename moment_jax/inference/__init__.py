@@ -1,4 +1,4 @@
-"""From data to beliefs: of trained networks, calibrated or by Laplace, and training by the ELBO."""
+"""From data to beliefs: of trained networks, calibrated or by Laplace; by the evidence or the ELBO."""
 
 from moment_jax.inference.calibration import calibrate
 from moment_jax.inference.fitting import FitReceipt, fit

@@ -103,10 +103,8 @@ class Evidence:
         Adam minimises -log p(targets, weights). After every tenth of its steps the precisions and the
         noise are re-estimated. `tell` is told the number of steps made and the mean log evidence.
         """
-        first, training = (
-            self.network.weights[...],
-            self._begun(self.network.weights[...], rate, steps)[0],
-        )
+        first = self.network.weights[...]
+        training, _ = self._begun(first, rate, steps)
         starts = jnp.stack([first, *self._others(members - 1, seed)])
         states = jax.vmap(lambda weights: self._begun(weights, rate, steps)[1])(starts)
         data = jax.tree.map(jnp.asarray, (self.inputs, self.targets))
@@ -153,12 +151,15 @@ class Evidence:
 
         That is, the number of weights that the data determine over the sum of their squares.
         """
+        from scipy.linalg import lapack  # here, for it takes long to import
+
         precision, noise = setting
         matrix = mode.gram / noise
         least = len(matrix) * np.finfo(float).eps * matrix.diagonal().max()  # for a Cholesky factor
         matrix[np.diag_indices_from(matrix)] += precision[self.of] + least
-        half_logdet = np.sum(np.log(np.diag(np.linalg.cholesky(matrix))))
-        cov, squares = np.linalg.inv(matrix), np.bincount(self.of, mode.weights**2)
+        root, squares = np.linalg.cholesky(matrix), np.bincount(self.of, mode.weights**2)
+        half_logdet, cov = np.sum(np.log(np.diag(root))), np.tril(lapack.dpotri(root, lower=1)[0])
+        cov += np.tril(cov, -1).T
         used = np.bincount(self.of, 1 - precision[self.of] * np.diag(cov))
         evidence = log_likelihood(self.likelihood, mode.outputs, self.targets, noise) - half_logdet
         evidence += 0.5 * float(np.sum(np.log(precision[self.of])) - precision @ squares)
@@ -169,7 +170,7 @@ class Evidence:
         if self.known_noise is None:
             size, residual = self.targets.size, np.sum((self.targets - mode.outputs) ** 2)
             noise = float(np.clip(residual / max(size - used.sum(), 0.1 * size), *NOISES))
-        return Estimate(mode.weights, (cov + cov.T) / 2, receipt, following, noise)
+        return Estimate(mode.weights, cov, receipt, following, noise)
 
     def _begun(self, weights: Array, rate: float, steps: int) -> tuple[Training, Any]:
         return Training.of(self._at(weights), _adam(rate, steps), Loss(self.kind))
