@@ -96,11 +96,13 @@ def run(args: argparse.Namespace) -> None:
         plain = Task(f"seed {seed}", _loss, adam, args.steps)
         network = fit(plain, network, (jax.random.key(seed), parts[0])).model
         programs = programs or Programs(network, STRUCTURES)
-        record, found = measured(programs, noise.weights(network), parts, args, seed)
+        arrays = noise.weights(network)
+        record, found = measured(programs, arrays, parts, args, seed)
         records.append(record)
         points.append(found)
         metrics = {
             "settings": vars(args), "over_seeds": over_seeds(records), "seeds": records,
+            "matrices": ["/".join(map(str, path)) for path in noise.largest(arrays)],
             "points": points, "seconds": time.perf_counter() - start,
         }  # fmt: skip
         write_json(out / "metrics.json", metrics)
@@ -143,10 +145,11 @@ def measured(
 
     points = _predictions(programs, arrays, rows, seed)
     choose = ways(programs, arrays, rows, often)
-    tops, bits, devices, training = noise.largest(arrays), {}, {}, {}
+    tops, bits, allocations, devices, training = noise.largest(arrays), {}, {}, {}, {}
     for name, way in choose.items():
-        chosen = {budget: noise.rounded(arrays, tops, way(budget)) for budget in args.budget}
-        bits[name] = {budget: _scored(programs.nll, own, *test) for budget, own in chosen.items()}
+        chosen = allocations[name] = {budget: way(budget) for budget in args.budget}
+        values = {budget: noise.rounded(arrays, tops, own) for budget, own in chosen.items()}
+        bits[name] = {budget: _scored(programs.nll, own, *test) for budget, own in values.items()}
     for spread in SPREADS:
         given = arrays, noise.relative_sd(arrays, spread), *rows
         devices[spread] = {name: float(of(*given)) for name, of in programs.values.items()}
@@ -160,7 +163,8 @@ def measured(
         "plain": _scored(programs.nll, arrays, *test), "draws_for_bits": many * DRAWS,
         "updates": updates,
         "prediction": {kind: _agreement(found) for kind, found in points.items()},
-        "bits": bits, "devices": devices, "training": training,
+        "bits": bits, "allocations": jax.tree.map(np.ndarray.tolist, allocations),
+        "devices": devices, "training": training,
     }  # fmt: skip
     return record, points
 
