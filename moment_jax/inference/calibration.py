@@ -33,7 +33,7 @@ def calibrate(
 
     Every weight has the standard deviation f s, s the root mean square of its array, independent of all
     others. The one number f maximises the predictive log density of data that the network has not seen,
-    predicted in one pass. No training data are needed, no gradient and no Jacobian: the price is 18
+    predicted in one pass. No training data are needed, no gradient and no Jacobian: the price is 19
     passes over the held-out data and one compilation, which `model.predict` then shares.
 
     It makes a network less sure where its output is sensitive to the weights, so it is a temperature
