@@ -145,14 +145,16 @@ def _training(folder: Path, status: int, number: int | None = None, at: int = 0)
     command = [sys.executable, "-m", "experiments.scale.kills", str(folder), str(PAUSE)]
     known = {**os.environ, **VIRTUAL, "JAX_NUM_CPU_DEVICES": "2"}
     lines = []
-    with tempfile.TemporaryFile("w+") as errors:  # a second pipe that nobody reads may fill up
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=known, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
+    pipe: Any = subprocess.PIPE
+    options: Any = {"cwd": ROOT, "env": known, "stdout": pipe, "text": True}
+    # Errors go to a file: a second pipe that nobody reads may fill up.
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stderr=errors, **options) as process,
+    ):
         late = threading.Timer(LONGEST, process.kill)
         late.start()
-        assert process.stdout is not None
-        for line in process.stdout:
+        for line in process.stdout or []:
             lines.append(line.strip())
             if number is not None and lines[-1] == str(at):
                 process.send_signal(number)
