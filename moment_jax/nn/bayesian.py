@@ -109,7 +109,6 @@ class Bayesian(Module):
         self._set_options(structure, landmarks, linearised)
         self.batch_axes = batch_axes
         self.kind, self.noise = likelihoods.stored(likelihood)
-        self.spread: Any = nnx.data(None)  # a factor of the output's sd, see `corrected`
         self.name = type(network).__name__
         network = as_nnx(network)
         split: Any = nnx.split(network, nnx.Param, ...)
@@ -148,6 +147,7 @@ class Bayesian(Module):
             )
         num_landmarks("mj.Bayesian", 1, landmarks)
         self.structure, self.landmarks, self.linearised = structure, landmarks, linearised
+        self.spread: Any = nnx.data(None)  # a factor of the output's sd, see `corrected`
 
     # -- beliefs and networks -------------------------------------------------------------------------
 
@@ -282,7 +282,7 @@ class Bayesian(Module):
 
         It is the root of the mean ratio of variances on this input, so give a few dozen examples. For
         `Diagonal`, which takes tokens as independent: their mean then has a fifth of its sd, and the
-        factor mends most of that. Covariances are scaled alike. Arguments are those of `check`.
+        factor mends most of that. `replace` forgets the factor. Arguments are those of `check`.
         """
         (moments, _), ((_, sd), _) = self._beside("corrected", x, key, samples, options)
         known = moments.variance > 0

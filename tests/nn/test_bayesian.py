@@ -204,6 +204,7 @@ def test_one_factor_corrects_the_spread_of_a_mean_over_tokens():
     assert_close(after.sd, right.spread[...] * before.sd, 1e-6)
     assert_same(after.mean, before.mean)
     assert model.spread is None
+    assert right.replace(structure=mj.Separable).spread is None  # it was of another structure
     assert_close(right.corrected(x, samples=200).spread[...], right.spread[...], 1e-5)
 
 
