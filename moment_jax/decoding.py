@@ -18,9 +18,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance import Covariance
-from moment_jax.discrete import gumbel_max
-from moment_jax.discrete.sampling import checked_temperature
-from moment_jax.objectives.predictive import TokenUncertainty, probabilities_with_uncertainty
+from moment_jax.discrete import checked_temperature, gumbel_max
+from moment_jax.objectives.cubature import TokenUncertainty, probabilities_with_uncertainty
 
 __all__ = ["Decoded", "greedy", "sample"]
 
@@ -48,9 +47,8 @@ def greedy(
       end: the token after which there is padding; None for none.
       num_points: points of the integral over the logits, see `mj.objectives.class_probabilities`.
 
-    Raises:
-      ValueError: if shapes do not fit, length < 1, or there is no token `end`.
-      TypeError: if the prompt holds no integers.
+    ValueError if shapes do not fit, length < 1, or there is no token `end`; TypeError if the prompt
+    holds no integers.
 
     >>> def model(ids):  # a token is followed by the next one, almost surely
     ...     mean = 9.0 * jax.nn.one_hot((ids + 1) % 3, 3)

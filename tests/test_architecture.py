@@ -27,7 +27,7 @@ MAY_IMPORT = {
         "propagation",
         "objectives",
     },
-    "discrete": {"xla", "covariance", "expectations", "layers", "objectives"},
+    "discrete": {"covariance", "layers"},
     "decoding": {"covariance", "objectives", "discrete"},
     "nn": {
         "xla",

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax import Array
 from sklearn.model_selection import train_test_split
@@ -94,7 +95,9 @@ def plain_task(
 ) -> Task:
     """The negative ELBO with relaxed codes, stopped where the validation's with hard codes is best."""
     rate, decay, start, floor = training
-    temperature = mj.discrete.exponential_annealing(start, floor, max(1, int(0.7 * num_steps)))
+    temperature = optax.exponential_decay(
+        start, max(1, int(0.7 * num_steps)), floor / start, end_value=floor
+    )
 
     def loss(network: Any, key: Array, step: Array) -> Array:
         batch, draw_key = _batch(images.train, batch_size, key, step)

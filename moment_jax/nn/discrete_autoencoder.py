@@ -11,6 +11,7 @@ from jax import Array
 
 from moment_jax import discrete
 from moment_jax.covariance import Diagonal, Moments
+from moment_jax.layers import softmax
 from moment_jax.nn import likelihood as likelihoods
 from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.networks import Patches, TokenTransformer
@@ -153,7 +154,7 @@ class DiscreteAutoencoder(Module):
         logits = self.encode(images)
         if not isinstance(logits, Moments):
             return jax.nn.softmax(logits)
-        return Moments(*_over_images(discrete.category_moments, logits))
+        return Moments(*_over_images(softmax, logits))
 
     def code_log_probs(self, images: Array) -> Array:
         """Log q(z_t = k | x) = log E[pi_tk], (..., T, K)."""

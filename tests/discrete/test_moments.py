@@ -15,7 +15,7 @@ def test_law_of_a_code_is_the_mean_of_pi_and_masked_categories_are_impossible():
     mask = jnp.asarray(np.random.default_rng(0).random((T, K)) < 0.6).at[:, 0].set(True)
 
     def laws(cov):
-        moments = mj.discrete.category_moments(MEAN, cov)
+        moments = mj.softmax(MEAN, cov)
         return *moments, mj.discrete.log_category_probabilities(MEAN, cov)
 
     def masked(mean, cov):
