@@ -4,7 +4,6 @@ The statements are exact for identity projections on the sphere. `python -m expe
 measures how far a model is from that.
 """
 
-from moment_jax.brownian.ito_formula import ito
 from moment_jax.brownian.kernels import (
     attention_scores,
     gaussian_kernel,
@@ -17,11 +16,9 @@ from moment_jax.brownian.kernels import (
 from moment_jax.brownian.markov import (
     ChainClasses,
     DiffusionMap,
-    Eigenpairs,
     chain_classes,
     detailed_balance_gap,
     diffusion_map,
-    eigenpairs,
     entropy_rate,
     mixing_time,
     spectral_gap,
@@ -32,32 +29,14 @@ from moment_jax.brownian.paths import (
     brownian_path,
     euler_maruyama,
     heat_step,
+    ito,
     quadratic_variation,
 )
 
 __all__ = [
-    "ChainClasses",
-    "DiffusionMap",
-    "Eigenpairs",
-    "attention_scores",
-    "brownian_increments",
-    "brownian_path",
-    "chain_classes",
-    "detailed_balance_gap",
-    "diffusion_map",
-    "eigenpairs",
-    "entropy_rate",
-    "euler_maruyama",
-    "gaussian_kernel",
-    "heat_step",
-    "ito",
-    "mixing_time",
-    "quadratic_variation",
-    "row_normalize",
-    "spectral_gap",
-    "sphere_dot",
-    "squared_distances",
-    "stationary",
-    "to_sphere",
+    "ChainClasses", "DiffusionMap", "attention_scores", "brownian_increments", "brownian_path",
+    "chain_classes", "detailed_balance_gap", "diffusion_map", "entropy_rate", "euler_maruyama",
+    "gaussian_kernel", "heat_step", "ito", "mixing_time", "quadratic_variation", "row_normalize",
+    "spectral_gap", "sphere_dot", "squared_distances", "stationary", "to_sphere",
     "transition_matrix",
-]
+]  # fmt: skip

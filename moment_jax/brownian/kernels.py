@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.brownian.checks import check_points, check_positive
+from moment_jax.covariance.fields import check_array
 
 
 def to_sphere(x: Array, *, epsilon: float = 0.0) -> Array:
@@ -14,21 +14,10 @@ def to_sphere(x: Array, *, epsilon: float = 0.0) -> Array:
     With epsilon > 0, as in every implementation, a token whose features have variance v is mapped inside
     the sphere, to radius sqrt(D v / (v + epsilon)).
 
-    Args:
-      x: tokens, (..., D) with D at least 2.
-      epsilon: added to the variance.
-
-    Returns:
-      (..., D); a token with equal features has no direction and is mapped to the origin.
-
-    Raises:
-      ValueError: if D is below 2 or epsilon negative.
+    Tokens (..., D), D at least 2, stay (..., D). One with equal features has no direction and is mapped
+    to the origin. ValueError if D is below 2 or epsilon negative.
 
     Source: The Brownian motion in the Transformer, Eq. 11 and section 3.1.
-
-    >>> import jax.numpy as jnp
-    >>> print(to_sphere(jnp.array([[3.0, 5.0, 3.0, 5.0]])))
-    [[-1.  1. -1.  1.]]
     """
     if x.ndim < 1 or x.shape[-1] < 2 or epsilon < 0:
         raise ValueError(
@@ -55,14 +44,8 @@ def squared_distances(x: Array, y: Array) -> Array:
 def sphere_dot(x: Array, y: Array) -> Array:
     """Dot products of points on the sphere of radius sqrt(D), from their distances: (2 D - d^2)/2.
 
-    Equal to x @ y.T if all |x_i|^2 = |y_j|^2 = D; otherwise off by (2 D - |x_i|^2 - |y_j|^2)/2.
-
-    Args:
-      x: (T, D).
-      y: (S, D).
-
-    Returns:
-      (T, S).
+    Of x (T, D) and y (S, D) it is (T, S): x @ y.T if all |x_i|^2 = |y_j|^2 = D; otherwise off by
+    (2 D - |x_i|^2 - |y_j|^2)/2.
 
     Source: The Brownian motion in the Transformer, Eq. 12.
     """
@@ -72,18 +55,11 @@ def sphere_dot(x: Array, y: Array) -> Array:
 def gaussian_kernel(x: Array, y: Array, *, bandwidth: float | Array | None = None) -> Array:
     """exp(-|x - y|^2 / (2 bandwidth^2)) for points (T, D) and (S, D): (T, S).
 
-    Args:
-      x: (T, D).
-      y: (S, D).
-      bandwidth: sigma, in the units of x; None for D^(1/4), which gives attention's kernel on the
-        sphere, exp(-|x - y|^2 / (2 sqrt(D))).
-
-    Raises:
-      ValueError: if shapes do not fit, or the bandwidth is not positive.
+    The bandwidth is in the units of x; None for D^(1/4), attention's on the sphere. ValueError if it is
+    not positive, or shapes do not fit.
 
     Source: The Brownian motion in the Transformer, Eq. 1 and 15.
 
-    >>> import jax.numpy as jnp
     >>> near, far = gaussian_kernel(jnp.zeros((1, 1)), jnp.array([[0.0], [2.0]]), bandwidth=2.0)[0]
     >>> f"{near:.3f} {far:.3f}"
     '1.000 0.607'
@@ -105,9 +81,7 @@ def gaussian_kernel(x: Array, y: Array, *, bandwidth: float | Array | None = Non
 def row_normalize(kernel: Array) -> Array:
     """Divide each row of nonnegative weights (T, S) by its sum: the probabilities of one step.
 
-    Raises:
-      ValueError: if an entry is negative or a row is all zero. Not checked in compiled code, where a
-        row of zeros becomes uniform.
+    ValueError if an entry is negative or a row is all zero; in compiled code that becomes uniform.
     """
     if kernel.ndim != 2:
         raise ValueError(f"`row_normalize` needs weights (T, S). Got {tuple(kernel.shape)}.")
@@ -131,51 +105,25 @@ def row_normalize(kernel: Array) -> Array:
 def transition_matrix(tokens: Array) -> Array:
     """Attention's Markov chain over tokens: softmax(x x^T / sqrt(D)), rows sum to one.
 
-    Entry (i, j) is the probability of the step i -> j. For tokens on the sphere of radius sqrt(D)
-    (`to_sphere`) it equals `row_normalize(gaussian_kernel(x, x))`.
-    Elsewhere column j has an additional weight exp(|x_j|^2 / (2 sqrt(D))).
-
-    Args:
-      tokens: (T, D).
-
-    Returns:
-      (T, T).
-
-    Raises:
-      ValueError: if tokens is not (T, D).
+    Of tokens (T, D), else ValueError, it is (T, T); entry (i, j) is the probability of the step i -> j.
+    For tokens on the sphere of radius sqrt(D) (`to_sphere`) it equals `row_normalize(gaussian_kernel(x,
+    x))`. Elsewhere column j has an additional weight exp(|x_j|^2 / (2 sqrt(D))).
 
     Source: The Brownian motion in the Transformer, Eq. 13 to 15 with identity projections.
-
-    >>> import jax.numpy as jnp
-    >>> print(transition_matrix(jnp.zeros((2, 3))))
-    [[0.5 0.5]
-     [0.5 0.5]]
     """
     check_points("transition_matrix", tokens)
     return jax.nn.softmax(tokens @ tokens.T / tokens.shape[1] ** 0.5, axis=1)
 
 
 def attention_scores(
-    tokens: Array,
-    query_kernel: Array,
-    key_kernel: Array,
-    query_bias: Array | None = None,
+    tokens: Array, query_kernel: Array, key_kernel: Array, query_bias: Array | None = None,
     key_bias: Array | None = None,
-) -> Array:
+) -> Array:  # fmt: skip
     """Scores x^T Wq Wk^T y / sqrt(K) of one head, or of all: the log of attention's kernel.
 
-    Args:
-      tokens: (T, D).
-      query_kernel: (D, K), or (D, H, K) for all heads, the layout of `nnx.MultiHeadAttention`.
-      key_kernel: of the same shape.
-      query_bias: (K,) or (H, K); None for none.
-      key_bias: of the same shape.
-
-    Returns:
-      (T, T), or (H, T, T); their softmax over the last axis is the transition matrix.
-
-    Raises:
-      ValueError: if shapes do not fit.
+    Of tokens (T, D), kernels (D, K) and biases (K,) they are (T, T); of all heads, with the layout of
+    `nnx.MultiHeadAttention`, (D, H, K) and (H, K), they are (H, T, T). Their softmax over the last axis
+    is the transition matrix. ValueError if shapes do not fit.
     """
     check_points("attention_scores", tokens)
     if query_kernel.shape != key_kernel.shape or query_kernel.shape[0] != tokens.shape[1]:
@@ -184,8 +132,23 @@ def attention_scores(
             f"tokens. Got {tuple(query_kernel.shape)}, {tuple(key_kernel.shape)} and tokens "
             f"{tuple(tokens.shape)}."
         )
-    query = jnp.tensordot(tokens, query_kernel, axes=1)
-    key = jnp.tensordot(tokens, key_kernel, axes=1)
+    query, key = (jnp.tensordot(tokens, x, axes=1) for x in (query_kernel, key_kernel))
     query = query if query_bias is None else query + query_bias[None]
     key = key if key_bias is None else key + key_bias[None]
     return jnp.einsum("i...k,j...k->...ij", query, key) / query.shape[-1] ** 0.5
+
+
+def check_points(name: str, points: Array) -> None:
+    """Raise unless `points` are floating-point numbers (T, D) with T and D at least one."""
+    check_array(name, points)
+    if points.ndim != 2 or min(points.shape) < 1:
+        raise ValueError(
+            f"`{name}` needs points of shape (T, D), one in each row. Got {tuple(points.shape)}. "
+            f"For a batch, use jax.vmap({name})."
+        )
+
+
+def check_positive(name: str, what: str, value: float | Array) -> None:
+    """Raise unless a number is positive; not checked inside compiled code."""
+    if not isinstance(value, jax.core.Tracer) and not np.all(np.asarray(value) > 0):
+        raise ValueError(f"`{name}` needs {what} > 0. Got {value}.")

@@ -8,46 +8,40 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.brownian.checks import check_points, check_positive, check_stochastic
-from moment_jax.brownian.kernels import gaussian_kernel, squared_distances
-from moment_jax.linalg import eigh
+from moment_jax import linalg
+from moment_jax.brownian.kernels import (
+    check_points,
+    check_positive,
+    gaussian_kernel,
+    squared_distances,
+)
 
-LONGEST = 30
-"""`mixing_time` gives up after 2^LONGEST steps."""
-NEIGHBORS = 10
-"""The default bandwidth of a diffusion map is the median distance to the neighbour of this rank."""
+LONGEST = 30  # `mixing_time` gives up after 2^LONGEST steps
+NEIGHBORS = 10  # a diffusion map's default bandwidth is the median distance to the one of this rank
+# How far a row sum may be from one, by dtype: the rounding error of a sum over thousands.
+TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "bfloat16": 3e-2, "float16": 3e-3}
 
 
 class ChainClasses(NamedTuple):
-    """The class structure of a chain, from the zeros of its transition matrix.
+    """The class structure of a chain, from the zeros of its transition matrix."""
 
-    Attributes:
-      recurrent: (T,) booleans: a closed class, which the chain never leaves.
-      unique: whether it is the only one; then it carries the unique stationary law.
-      period: of that class; 1 for aperiodic.
-    """
-
-    recurrent: np.ndarray
-    unique: bool
-    period: int
+    recurrent: np.ndarray  # (T,) booleans: a closed class, which the chain never leaves
+    unique: bool  # whether it is the only one; then it carries the unique stationary law
+    period: int  # of that class; 1 for aperiodic
 
 
 def chain_classes(transition: Array) -> ChainClasses:
     """A closed class of a chain (T, T), whether it is the only one, and its period.
 
     Only exact zeros count as zero. A softmax in float32 has them where scores are 104 below the largest
-    of their row. Not for use inside compiled code.
+    of their row. Not for use inside compiled code. ValueError if the rows are not probabilities.
 
-    Raises:
-      ValueError: if the rows are not probabilities.
-
-    >>> import jax.numpy as jnp
     >>> chain_classes(jnp.array([[0.0, 1.0], [1.0, 0.0]])).period
     2
     """
     from scipy.sparse import csgraph, csr_array  # here, for they take long to import
 
-    check_stochastic("chain_classes", transition)
+    _check_stochastic("chain_classes", transition)
     steps = np.asarray(transition) > 0
     count, label = csgraph.connected_components(csr_array(steps), connection="strong")
     source, target = np.nonzero(steps)
@@ -64,24 +58,19 @@ def chain_classes(transition: Array) -> ChainClasses:
 
 
 def stationary(transition: Array) -> Array:
-    """The stationary law p = P^T p, (T,), of a chain (T, T) with one closed class.
+    """The stationary law p = P^T p, (T,), of a chain (T, T) with one closed class: probabilities.
 
     Solves (I - P^T + u 1^T) p = u with the uniform law u. States outside the class, as under a causal
-    mask, get zero. A periodic chain has a stationary law too, but need not converge to it.
-
-    Inside compiled code nothing is checked; the result is arbitrary if there are several closed classes.
-
-    Returns:
-      (T,), nonnegative, of sum one.
+    mask, get zero. A periodic chain has a stationary law too, but need not converge to it. Inside
+    compiled code nothing is checked; the result is arbitrary if there are several closed classes.
 
     Raises:
       ValueError: if rows are not probabilities, or the chain has more than one closed class.
 
-    >>> import jax.numpy as jnp
     >>> print([f"{p:.3f}" for p in stationary(jnp.array([[0.5, 0.5], [1.0, 0.0]]))])
     ['0.667', '0.333']
     """
-    size = check_stochastic("stationary", transition)
+    size = _check_stochastic("stationary", transition)
     if not isinstance(transition, jax.core.Tracer):
         classes = chain_classes(transition)
         if not classes.unique:
@@ -93,19 +82,23 @@ def stationary(transition: Array) -> Array:
             )
     uniform = jnp.full(size, 1 / size, transition.dtype)
     matrix = jnp.eye(size, dtype=transition.dtype) - transition.T + uniform[:, None]
-    law = jnp.maximum(jnp.linalg.solve(matrix, uniform), 0)
+
+    def eliminate(j: Array, joined: Array) -> Array:
+        row = joined[j] / joined[j, j]
+        return (joined - joined[:, j, None] * row[None]).at[j].set(row)
+
+    # By Gauss and Jordan, not by LAPACK (see `linalg`). No pivot is zero: leading minors are positive
+    # unless two closed classes are among the first states.
+    joined = jnp.concatenate([matrix, uniform[:, None]], axis=1)
+    law = jnp.maximum(jax.lax.fori_loop(0, size, eliminate, joined)[:, -1], 0)
     return law / jnp.sum(law)
 
 
 def detailed_balance_gap(transition: Array, law: Array) -> Array:
     """sum_ij |p_i P_ij - p_j P_ji| / 2, the net flow around the chain: 0 if reversible, below 1.
 
-    Args:
-      transition: (T, T).
-      law: the stationary law, (T,).
-
-    Raises:
-      ValueError: if rows are not probabilities or shapes do not fit.
+    Of a chain (T, T) and its stationary law (T,). ValueError if rows are not probabilities or shapes do
+    not fit.
     """
     _check_law("detailed_balance_gap", transition, law)
     flow = law[:, None] * transition
@@ -115,7 +108,7 @@ def detailed_balance_gap(transition: Array, law: Array) -> Array:
 def entropy_rate(transition: Array, law: Array) -> Array:
     """-sum_i p_i sum_j P_ij log P_ij in nats, from 0 (deterministic) to log T (uniform).
 
-    Args and errors are those of `detailed_balance_gap`.
+    Arguments and errors are those of `detailed_balance_gap`.
     """
     _check_law("entropy_rate", transition, law)
     return jnp.sum(law * jnp.sum(jax.scipy.special.entr(transition), axis=1))
@@ -123,62 +116,33 @@ def entropy_rate(transition: Array, law: Array) -> Array:
 
 def _check_law(name: str, transition: Array, law: Array) -> None:
     """Raise unless rows are probabilities and the law is (T,)."""
-    size = check_stochastic(name, transition)
+    size = _check_stochastic(name, transition)
     if law.shape != (size,):
         raise ValueError(f"`{name}` needs a law of shape ({size},). Got {tuple(law.shape)}.")
-
-
-class Eigenpairs(NamedTuple):
-    """Eigenvalues (k,) by decreasing modulus, and eigenvectors (T, k) in columns."""
-
-    values: Array
-    vectors: Array
-
-
-def eigenpairs(transition: Array, count: int) -> Eigenpairs:
-    """The `count` eigenvalues of largest modulus and right eigenvectors (T, count), complex.
-
-    A conjugate pair may be cut at `count`. It takes `jnp.linalg.eig`, which some accelerators lack.
-
-    Raises:
-      ValueError: if rows are not probabilities, or count is not between 1 and T.
-    """
-    size = check_stochastic("eigenpairs", transition)
-    if not 1 <= count <= size:
-        raise ValueError(f"`eigenpairs` needs 1 <= count <= T. Got {count} for T = {size}.")
-    return _leading(jnp.linalg.eig(transition), count)
-
-
-def _leading(pairs: tuple[Array, Array], count: int) -> Eigenpairs:
-    values, vectors = pairs
-    order = jnp.argsort(-jnp.abs(values))[:count]
-    return Eigenpairs(values[order], vectors[:, order])
 
 
 def spectral_gap(transition: Array) -> Array:
     """1 - |lambda_2|, the slowest rate at which the chain forgets its start.
 
-    0 for a periodic or a reducible chain, 1 for T = 1. Its inverse is the relaxation time.
+    0 for a periodic or a reducible chain, 1 for T = 1. Its inverse is the relaxation time. It takes
+    `jnp.linalg.eigvals`, which some accelerators lack. ValueError if rows are not probabilities.
     """
-    if check_stochastic("spectral_gap", transition) == 1:
+    if _check_stochastic("spectral_gap", transition) == 1:
         return jnp.ones((), transition.dtype)
-    return jnp.maximum(1 - jnp.abs(eigenpairs(transition, 2).values[1]), 0)
+    return jnp.maximum(1 - jnp.sort(jnp.abs(jnp.linalg.eigvals(transition)))[-2], 0)
 
 
 def mixing_time(transition: Array, *, distance: float = 0.25) -> int:
     """The first step at which every start's law is within `distance` of the stationary one.
 
-    The distance is total variation, sum_j |P^t_ij - p_j| / 2, at the worst start i. The step is found by
-    doubling and bisection on powers of P.
-
-    Returns:
-      A Python int; 0 for T = 1. Not for use inside compiled code.
+    The distance is total variation, sum_j |P^t_ij - p_j| / 2, at the worst start i. The step, a Python
+    int, is found by doubling and bisection on powers of P; 0 for T = 1. Not for compiled code.
 
     Raises:
       ValueError: if rows are not probabilities, the chain is periodic or has several closed classes
         (then it never mixes), or it has not mixed after 2^LONGEST steps.
     """
-    size = check_stochastic("mixing_time", transition)
+    size = _check_stochastic("mixing_time", transition)
     if not 0 < distance < 1:
         raise ValueError(f"`mixing_time` needs 0 < distance < 1. Got {distance}.")
     classes = chain_classes(transition)
@@ -213,60 +177,46 @@ def mixing_time(transition: Array, *, distance: float = 0.25) -> int:
 
 
 class DiffusionMap(NamedTuple):
-    """An embedding of T points, or tokens.
+    """An embedding of T points, or tokens."""
 
-    Attributes:
-      coordinates: (T, count): eigenvalue^time times the eigenvectors 2, 3, ... (the first is constant).
-      eigenvalues: (count,), one per coordinate, by decreasing modulus.
-      law: the walk's stationary law, (T,), under which the eigenvectors are orthonormal.
-      time: the diffusion time.
-      bandwidth: of the Gaussian kernel.
-    """
-
-    coordinates: Array
-    eigenvalues: Array
-    law: Array
-    time: float
-    bandwidth: Array
+    coordinates: (
+        Array  # (T, count): eigenvalue^time times the eigenvectors 2, 3, ... (1 is constant)
+    )
+    eigenvalues: Array  # (count,), one per coordinate, by decreasing modulus
+    law: Array  # the walk's stationary law, (T,), under which the eigenvectors are orthonormal
+    time: float  # the diffusion time
+    bandwidth: Array  # of the Gaussian kernel
 
 
 def diffusion_map(
-    points: Array,
-    *,
-    count: int = 2,
-    time: float = 1.0,
-    bandwidth: float | Array | None = None,
+    points: Array, *, count: int = 2, time: float = 1.0, bandwidth: float | Array | None = None,
     density_power: float = 1.0,
-) -> DiffusionMap:
+) -> DiffusionMap:  # fmt: skip
     """The diffusion map of points under the Gaussian kernel.
 
+    Signs are arbitrary, and so are rotations among equal eigenvalues.
+
     Args:
-      points: (T, D).
+      points: (T, D), T at least 2.
       count: number of coordinates, at most T - 1.
-      time: diffusion time, the number of steps of the walk; larger times show coarser structure. 0
-        gives the eigenvectors themselves.
+      time: diffusion time, the number of steps of the walk, not negative; larger times show coarser
+        structure. 0 gives the eigenvectors themselves.
       bandwidth: sigma of the kernel, in the units of the points; None for the median distance to the
         tenth neighbour (or the last one).
       density_power: alpha of Coifman and Lafon: the kernel is divided by the density estimate to this
         power on both sides. 1 (Laplace-Beltrami) removes the effect of the sampling density, 0 is the
         plain walk, 1/2 Fokker-Planck.
 
-    Returns:
-      `DiffusionMap`. Signs are arbitrary, and so are rotations among equal eigenvalues.
-
     Raises:
-      ValueError: if there is only one point, count is not between 1 and T - 1, the bandwidth is not
-        positive, or time is negative.
+      ValueError: if an argument is out of its range.
 
     Source: Coifman and Lafon, Diffusion maps (2006), cited as [23] in the Brownian motion document.
     """
     check_points("diffusion_map", points)
     size = points.shape[0]
-    if size < 2:
-        raise ValueError("`diffusion_map` needs at least two points. Got one.")
     if not 1 <= count < size or time < 0:
         raise ValueError(
-            "`diffusion_map` needs 1 <= count <= T - 1 and time >= 0. Got "
+            "`diffusion_map` needs two points at least, 1 <= count <= T - 1 and time >= 0. Got "
             f"count={count}, T={size}, time={time}."
         )
     if bandwidth is None:
@@ -282,9 +232,39 @@ def diffusion_map(
     degree = jnp.sum(kernel, axis=1)
     root, law = jnp.sqrt(degree), degree / jnp.sum(degree)
     symmetric = kernel / (root[:, None] * root[None, :])
-    values, vectors = (x[..., 1:] for x in _leading(eigh(symmetric), count + 1))
+    values, vectors = linalg.eigh(symmetric)
+    order = jnp.argsort(-jnp.abs(values))[1 : count + 1]
+    values, vectors = values[order], vectors[:, order]
     # The sign of lambda^time is defined for integer times only.
     scale = jnp.abs(values) ** time
     scale = scale * jnp.sign(values) ** int(time) if float(time).is_integer() else scale
     coordinates = vectors * scale[None, :] / jnp.sqrt(law)[:, None]
     return DiffusionMap(coordinates, values, law, time, jnp.asarray(bandwidth))
+
+
+def _check_stochastic(name: str, transition: Array) -> int:
+    """Return T; raise unless the rows of (T, T) are probabilities (in compiled code, only the shape)."""
+    shape = tuple(transition.shape)
+    if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
+        raise ValueError(
+            f"`{name}` needs a matrix of shape (T, T). Got {shape}. For a batch, use "
+            f"jax.vmap({name})."
+        )
+    if isinstance(transition, jax.core.Tracer):
+        return shape[0]
+    wide = np.asarray(transition, np.float64)
+    if not np.all(np.isfinite(wide)) or np.any(wide < 0):
+        raise ValueError(
+            f"`{name}` needs probabilities: finite entries, none negative. The smallest is "
+            f"{wide.min():.3g}. To normalise weights, use "
+            "mj.brownian.row_normalize(kernel); for scores, jax.nn.softmax(scores)."
+        )
+    sums = wide.sum(axis=1)
+    row = np.argmax(np.abs(sums - 1))
+    if abs(sums[row] - 1) > TOLERANCE.get(str(transition.dtype), 1e-4):
+        raise ValueError(
+            f"`{name}` needs rows that sum to one. Row {row} sums to {sums[row]:.6g}. Use "
+            "mj.brownian.row_normalize(kernel). Entry (i, j) is the probability of i -> j: transpose a "
+            "matrix whose columns sum to one."
+        )
+    return shape[0]
