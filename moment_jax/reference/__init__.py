@@ -6,7 +6,6 @@
 
 from moment_jax.reference.closure import Agreement, ClosureRow, closure_report
 from moment_jax.reference.propositions import (
-    normalized,
     proposition1,
     proposition2,
     proposition2_as_printed,
@@ -18,45 +17,19 @@ from moment_jax.reference.sampling import MonteCarloMoments, monte_carlo
 from moment_jax.reference.transformer import (
     DenseMoments,
     attention,
-    complexity_loss,
     dense,
     dense_moments,
-    elbo,
     encoder_block,
     feed_forward,
     feed_forward_cross_cov,
     layer_norm,
-    log_marginal,
-    one_head,
     relu,
     softmax,
 )
 
 __all__ = [
-    "Agreement",
-    "ClosureRow",
-    "DenseMoments",
-    "MonteCarloMoments",
-    "attention",
-    "closure_report",
-    "complexity_loss",
-    "dense",
-    "dense_moments",
-    "elbo",
-    "encoder_block",
-    "feed_forward",
-    "feed_forward_cross_cov",
-    "layer_norm",
-    "log_marginal",
-    "monte_carlo",
-    "normalized",
-    "one_head",
-    "proposition1",
-    "proposition2",
-    "proposition2_as_printed",
-    "proposition3",
-    "proposition4",
-    "proposition4_as_printed",
-    "relu",
-    "softmax",
-]
+    "Agreement", "ClosureRow", "DenseMoments", "MonteCarloMoments", "attention", "closure_report",
+    "dense", "dense_moments", "encoder_block", "feed_forward", "feed_forward_cross_cov",
+    "layer_norm", "monte_carlo", "proposition1", "proposition2", "proposition2_as_printed",
+    "proposition3", "proposition4", "proposition4_as_printed", "relu", "softmax",
+]  # fmt: skip

@@ -32,10 +32,8 @@ class Agreement(NamedTuple):
         cls, mean: ArrayLike, sd: ArrayLike, true_mean: ArrayLike, true_sd: ArrayLike
     ) -> Agreement:
         """Compare arrays of one shape, leaving out elements whose true sd is zero (a dead ReLU)."""
-        varies = np.asarray(true_sd) > 0
-        means, sds, true_means, true_sds = (
-            np.asarray(part, np.float64)[varies] for part in (mean, sd, true_mean, true_sd)
-        )
+        varies, given = np.asarray(true_sd) > 0, (mean, sd, true_mean, true_sd)
+        means, sds, true_means, true_sds = (np.asarray(x, np.float64)[varies] for x in given)
         ratio = sds / true_sds
         centred, true_centred = sds - sds.mean(), true_sds - true_sds.mean()
         spread = np.sqrt(np.sum(centred**2) * np.sum(true_centred**2))
@@ -72,61 +70,45 @@ class Stage(NamedTuple):
     moments: Callable[[Array, Any], tuple[Array, Any]]  # of one sequence, mean and covariance
     draw: Callable[[Array, Array], Array]  # (key, x) -> the output of one drawn network
 
-    @classmethod
-    def of(cls, index: int, given: Any) -> Any:
-        """The stage of a function with its beliefs, or of a model; a stage itself as it is."""
-        if all(hasattr(given, name) for name in cls._fields):
-            return given
-        if isinstance(given, tuple) and len(given) == 2 and callable(given[0]):
-            fn, params = given
-            name = getattr(fn, "__name__", type(fn).__name__)
 
-            def moments(mean: Array, cov: Any) -> tuple[Array, Any]:
-                found: tuple[Array, Any] = propagate(fn, structure=type(cov))(params, (mean, cov))
-                return found
+def _stage(index: int, given: Any) -> Any:
+    """The stage of a function with its beliefs; one of a receipt as it is."""
+    if all(hasattr(given, name) for name in Stage._fields):
+        return given
+    if not (isinstance(given, tuple) and len(given) == 2 and callable(given[0])):
+        raise TypeError(
+            "`closure_report` needs stages: pairs (fn, params) of a function fn(params, x) and its "
+            f"beliefs, or the receipt of mj.propagate. Got {type(given).__name__}."
+        )
+    fn, params = given
 
-            return cls(f"{index} {name}", moments, lambda key, x: fn(sample_params(params, key), x))
-        if not hasattr(given, "replace") or getattr(given, "batch_axes", False):
-            raise TypeError(
-                "`closure_report` needs stages: pairs (fn, params) of a function fn(params, x) and its "
-                "beliefs, or mj.Bayesian(..., batch_axes=0). Got "
-                f"{type(given).__name__}."
-            )
+    def moments(mean: Array, cov: Any) -> tuple[Array, Any]:
+        found: tuple[Array, Any] = propagate(fn, structure=type(cov))(params, (mean, cov))
+        return found
 
-        def of_model(mean: Array, cov: Any) -> tuple[Array, Any]:
-            out = given.replace(structure=type(cov))((mean, cov))
-            return out.mean, out.cov
-
-        return cls(f"{index} {given.name}", of_model, lambda key, x: given.sample(key)(x))
+    name = f"{index} {getattr(fn, '__name__', type(fn).__name__)}"
+    return Stage(name, moments, lambda key, x: fn(sample_params(params, key), x))
 
 
 def closure_report(
-    stages: Any,
-    x: Array,
-    structures: Sequence[type[Covariance]],
-    key: Array,
+    stages: Any, x: Array, structures: Sequence[type[Covariance]], key: Array,
     num_samples: int = 2000,
-) -> list[ClosureRow]:
+) -> list[ClosureRow]:  # fmt: skip
     """Separate what a structure cannot hold from the errors of a transform, sublayer by sublayer.
 
-    Relative standard errors are 1 / sqrt(2 n) for an sd, and 1 / sqrt(n) sds for a mean, with n draws.
-    The exact network and its closures share the sampled weights. All draws of a stage are in memory at
-    once: n T D numbers per structure (and for `Full` a matrix of (T D)^2).
+    One row per stage and structure, grouped by stage. Relative standard errors are 1 / sqrt(2 n) for an
+    sd, and 1 / sqrt(n) sds for a mean, with n draws. The exact network and its closures share sampled
+    weights. All draws of a stage are in memory at once: n T D numbers per structure (and for `Full` a
+    matrix of (T D)^2).
 
     Args:
       stages: the parts of a network in their order, which share no weights: pairs (fn, params) of a
-        function fn(params, x) of one sequence and its beliefs, or `mj.Bayesian(..., batch_axes=0)`. Or
-        the receipt of `mj.propagate(fn, receipt=True)` at x, which has its own.
-      x: one deterministic input, (T, D); of a receipt, that of its function.
+        function fn(params, x) of one sequence and its beliefs. Or the receipt of
+        `mj.propagate(fn, receipt=True)` at x, which has its own.
+      x: one deterministic input, (T, D), else ValueError; of a receipt, that of its function.
       structures: covariance structures to compare.
       key: a JAX random key.
       num_samples: number of networks drawn.
-
-    Returns:
-      One row per stage and structure, grouped by stage.
-
-    Raises:
-      ValueError: if x is a batch.
     """
     start = jnp.asarray(stages.sequence(x) if hasattr(stages, "sequence") else x)
     if start.ndim != 2:
@@ -134,7 +116,7 @@ def closure_report(
             "`closure_report` needs one input, a sequence (T, D). Got "
             f"{tuple(start.shape)}. For a batch, call it once for each input."
         )
-    parts = [Stage.of(i, part) for i, part in enumerate(getattr(stages, "stages", stages))]
+    parts = [_stage(i, part) for i, part in enumerate(getattr(stages, "stages", stages))]
     exact = jnp.broadcast_to(start, (num_samples, *start.shape))
     closed = dict.fromkeys(structures, exact)
     shape = start.shape[0], start.shape[1]
@@ -151,15 +133,16 @@ def closure_report(
             passed[structure] = moments(*passed[structure])
             sampled = jnp.mean(drawn, axis=0), jnp.var(drawn, axis=0)
             passes = ((mean, cov.variance()) for mean, cov in (passed[structure], moments(*fed)))
-            agreements = (_agreement(*one, exact) for one in (sampled, *passes))
+            agreements = (
+                Agreement.of(
+                    mean, jnp.sqrt(variance), jnp.mean(exact, axis=0), jnp.std(exact, axis=0)
+                )
+                for mean, variance in (sampled, *passes)
+            )
             rows.append(ClosureRow(stage.name, structure.__name__, *agreements))
             noise = gaussian_draws(kept_covariance(structure, drawn), noise_key, num_samples)
             closed[structure] = jnp.mean(drawn, axis=0, keepdims=True) + noise
     return rows
-
-
-def _agreement(mean: Array, variance: Array, draws: Array) -> Agreement:
-    return Agreement.of(mean, jnp.sqrt(variance), jnp.mean(draws, axis=0), jnp.std(draws, axis=0))
 
 
 def kept_covariance(structure: type[Covariance], draws: Array) -> Covariance:
@@ -183,9 +166,8 @@ def gaussian_draws(cov: Covariance, key: Array, num_draws: int) -> Array:
     if isinstance(cov, structures.Diagonal):
         return jnp.sqrt(cov.variances)[None] * noise
     if isinstance(cov, structures.Separable):
-        tokens, features = (
-            psd_sqrt(correlation_of(gram)) for gram in (cov.token_gram(), cov.features)
-        )
+        grams = cov.token_gram(), cov.features
+        tokens, features = (psd_sqrt(correlation_of(gram)) for gram in grams)
         return cov.sd()[None] * jnp.einsum("ts,nse,ed->ntd", tokens, noise, features)
     size = noise[0].size
     root = psd_sqrt(cov.to_dense().reshape(size, size))

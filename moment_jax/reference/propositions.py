@@ -8,7 +8,6 @@ Misprints are corrected; the printed forms are kept beside them.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +26,8 @@ def proposition1(mean_a: Array, mean_b: Array) -> Array:
 def proposition2(mean_a: Array, cov_a: Array, mean_b: Array, cov_b: Array) -> Array:
     """Cov[(a b)_kl, (a b)_mn], (T, Q, T, Q), for independent a (T, P) and b (P, Q). Exact.
 
-    tr(Sa^T Sb) + E[a_k]^T Sb E[a_m] + E[b_l]^T Sa E[b_n], with Sa the covariance of the rows k and
-    m of a and Sb that of the columns l and n of b.
-
-    Args:
-      mean_a: E[a], (T, P).
-      cov_a: Cov[a], (T, P, T, P).
-      mean_b: E[b], (P, Q).
-      cov_b: Cov[b], (P, Q, P, Q).
+    tr(Sa^T Sb) + E[a_k]^T Sb E[a_m] + E[b_l]^T Sa E[b_n], with Sa the covariance of the rows k and m of
+    a and Sb that of the columns l and n of b. Covariances are (T, P, T, P) and (P, Q, P, Q).
 
     Source: Transformer derivation, Prop. 2, Eq. 9, with the transpose of E[a_m a_k^T] that its proof
     drops; its i and j run to nq, not to np.
@@ -75,11 +68,8 @@ def proposition3(mean: Array, cov: Array) -> Array:
     """First-order Cov[phi_i(w_a), phi_k(w_b)] of the softmax of every two rows, (T, C, T, C).
 
     sum_jl dphi_i/dx_j(E[w_a]) dphi_k/dx_l(E[w_b]) Cov[w_aj, w_bl], with
-    dphi_i/dx_j = phi_i (1[i = j] - phi_j). The corresponding mean is the softmax of the mean (Eq. 10).
-
-    Args:
-      mean: E[w], (T, C), one softmax a row.
-      cov: Cov[w], (T, C, T, C).
+    dphi_i/dx_j = phi_i (1[i = j] - phi_j), of E[w] (T, C), one softmax a row, and Cov[w] (T, C, T, C).
+    The corresponding mean is the softmax of the mean (Eq. 10).
 
     Source: Transformer derivation, Prop. 3, Eq. 11.
     """
@@ -92,17 +82,11 @@ def proposition3(mean: Array, cov: Array) -> Array:
     return jnp.einsum("aij,bkl,ajbl->aibk", jacobians, jacobians, cov)
 
 
-@partial(jax.jit, static_argnames="expected_variance")
+@jax.jit
 def proposition4(
-    mean: Array,
-    cov: Array,
-    gain: Array,
-    gain_cov: Array,
-    bias_cov: Array,
-    *,
-    epsilon: float = 1e-6,
-    expected_variance: bool = False,
-) -> Array:
+    mean: Array, cov: Array, gain: Array, gain_cov: Array, bias_cov: Array, *,
+    epsilon: Array | float = 1e-6,
+) -> Array:  # fmt: skip
     """First-order covariance of a layer normalisation with random gain and bias, (T, D, T, D).
 
     With n the normalised mean of a token, q = var_d(E[a]) + epsilon and the Jacobian
@@ -110,23 +94,14 @@ def proposition4(
 
     Cov[z_td, z_se] = Cov[g_d, g_e] (C_tdse + n_td n_se) + E[g_d] E[g_e] C_tdse + Cov[b_d, b_e].
 
-    Assumes that the input, the gain and the bias are independent.
-
-    Args:
-      mean: E[a], (T, D).
-      cov: Cov[a], (T, D, T, D).
-      gain: E[g], (D,).
-      gain_cov: Cov[g], (D, D).
-      bias_cov: Cov[b], (D, D).
-      epsilon: added to the variance over the features.
-      expected_variance: use the expected sample variance: add tr(P Cov[a_t]) / D to q, with
-        P = I - 11^T/D.
+    Assumes that the input (T, D), the gain (D,) and the bias (D,) are independent. `epsilon` is a
+    number, or one for each token, (T,).
 
     Source: Transformer derivation, section 4.5 and Prop. 4, corrected: the division is by the standard
     deviation, and the mean and deviation over the features depend on the token.
     """
     d = mean.shape[1]
-    normal, variance = normalized(mean, cov, epsilon=epsilon, expected_variance=expected_variance)
+    normal, variance = normalized(mean, epsilon)
 
     def jacobian(n: Array, q: Array) -> Array:
         return (jnp.eye(d, dtype=n.dtype) - 1 / d - n[:, None] * n[None, :] / d) / jnp.sqrt(q)
@@ -151,17 +126,10 @@ def proposition4_as_printed(
     return _affine_cov(centred / variance, passed, gain, gain_cov, bias_cov)
 
 
-@partial(jax.jit, static_argnames="expected_variance")
-def normalized(
-    mean: Array, cov: Array, *, epsilon: float = 1e-6, expected_variance: bool = False
-) -> tuple[Array, Array]:
+def normalized(mean: Array, epsilon: Array | float) -> tuple[Array, Array]:
     """The normalised mean n (T, D) of `proposition4`, and its variance q over the features (T,)."""
-    d = mean.shape[1]
-    centring = jnp.eye(d, dtype=mean.dtype) - 1 / d
-    centred = mean @ centring
+    centred = mean - jnp.mean(mean, axis=1, keepdims=True)
     variance = jnp.mean(centred**2, axis=1) + epsilon
-    if expected_variance:
-        variance = variance + jnp.einsum("ij,tjti->t", centring, cov) / d
     return centred / jnp.sqrt(variance)[:, None], variance
 
 

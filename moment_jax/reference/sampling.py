@@ -21,11 +21,7 @@ from moment_jax.xla import diagonal_of
 
 
 class MonteCarloMoments(NamedTuple):
-    """Moments of sampled outputs, and the standard error of each estimate.
-
-    All have the shape of the output, except the covariance of its n entries and its error, which are
-    (n, n) in C order, or None if not requested.
-    """
+    """Moments of sampled outputs and their standard errors, in the shape of the output."""
 
     mean: Array
     variance: Array
@@ -33,25 +29,20 @@ class MonteCarloMoments(NamedTuple):
     mean_error: Array
     variance_error: Array
     sd_error: Array
-    covariance: Array | None = None
-    covariance_error: Array | None = None
+    covariance: Array | None = None  # of the n entries, (n, n) in C order; None if not requested
+    covariance_error: Array | None = None  # likewise
 
 
 def monte_carlo(
-    fn: Callable[[Any], Array],
-    params: Any,
-    key: Array,
-    num_samples: int,
-    *,
-    batch_size: int = 128,
-    covariance: bool = False,
-) -> MonteCarloMoments:
+    fn: Callable[[Any], Array], params: Any, key: Array, num_samples: int, *,
+    batch_size: int = 128, covariance: bool = False,
+) -> MonteCarloMoments:  # fmt: skip
     """Moments of `fn(draw of params)` by sampling, with standard errors.
 
-    Draw i has the key `fold_in(key, i)`, so up to rounding the estimate does not depend on the batch
-    size. Memory is that of `batch_size` evaluations of `fn`. Standard errors assume only finite fourth
-    moments: those of variance and standard deviation use the sampled fourth central moment, not the
-    Gaussian formula.
+    Mean and variance are unbiased, in the dtype of the output (the default floating-point type if that
+    is boolean or integer). Draw i has the key `fold_in(key, i)`, so up to rounding the estimate does not
+    depend on the batch size. Standard errors assume only finite fourth moments: those of variance and
+    standard deviation use the sampled fourth central moment, not the Gaussian formula.
 
     Args:
       fn: a function of one draw of the parameters (arrays in place of beliefs) that returns one array
@@ -59,12 +50,8 @@ def monte_carlo(
       params: any pytree with `Posterior` leaves.
       key: a JAX random key.
       num_samples: number of draws, at least 2 (static).
-      batch_size: draws evaluated at a time (static).
+      batch_size: draws evaluated, and in memory, at a time (static).
       covariance: also estimate the (n, n) covariance of all n entries of the output.
-
-    Returns:
-      Unbiased mean and variance, the standard deviation, and their standard errors, in the dtype of
-      the output (the default floating-point type if that is boolean or integer).
 
     Raises:
       ValueError: if num_samples < 2 or batch_size < 1. TypeError: if `fn` does not return one array.
@@ -79,8 +66,12 @@ def monte_carlo(
     >>> bool(abs(truth.standard_deviation[1] - 2) < 4 * truth.sd_error[1])
     True
     """
-    num_samples = _at_least("num_samples", num_samples, 2, "a variance needs two draws")
-    batch_size = _at_least("batch_size", batch_size, 1, "a batch needs a draw")
+    num_samples, batch_size = operator.index(num_samples), operator.index(batch_size)
+    if num_samples < 2 or batch_size < 1:
+        raise ValueError(
+            "`monte_carlo(fn, params, key, num_samples)` needs num_samples >= 2, for a variance needs "
+            f"two draws, and batch_size >= 1. Got {num_samples} and {batch_size}."
+        )
     output = jax.eval_shape(lambda k: fn(sample_params(params, k)), key)
     if not hasattr(output, "shape"):
         raise TypeError(
@@ -120,16 +111,6 @@ def monte_carlo(
         covariance=cov[0],
         covariance_error=cov[1],
     )
-
-
-def _at_least(name: str, value: int, lowest: int, why: str) -> int:
-    value = operator.index(value)
-    if value < lowest:
-        raise ValueError(
-            f"`monte_carlo(fn, params, key, num_samples)` needs {name} >= {lowest}. Got {value}; "
-            f"{why}."
-        )
-    return value
 
 
 class _Sums(NamedTuple):

@@ -1,34 +1,19 @@
-"""The derivation's Transformer block (post-norm) and objective on dense covariances, section by section.
+"""The derivation's Transformer block (post-norm) on dense covariances, section by section.
 
 The names and arguments are those of the library's transforms, but `cov` is a (T, D, T, D) array, every
 mean is first-order, and the derivation's independence assumptions are made: of queries, keys and
 values of a random input, of heads, and of a residual stream and its branch. For small sizes only.
 """
 
-import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax import posterior
-from moment_jax.layers.params import (
-    AttentionParams,
-    DenseParams,
-    EncoderBlockParams,
-    FeedForwardParams,
-    NormParams,
-)
+from moment_jax import layers, posterior
 from moment_jax.posterior import Posterior
-from moment_jax.reference.propositions import (
-    normalized,
-    proposition1,
-    proposition2,
-    proposition3,
-    proposition4,
-)
+from moment_jax.reference import propositions
 
 
 class DenseMoments(NamedTuple):
@@ -63,14 +48,14 @@ def dense_moments(belief: Posterior) -> DenseMoments:
     return DenseMoments(belief.mean, cov)
 
 
-def dense(mean: Array, cov: Array, params: DenseParams) -> DenseMoments:
+def dense(mean: Array, cov: Array, params: layers.DenseParams) -> DenseMoments:
     """Moments of x @ kernel + bias, (T, O). Exact for independent x, kernel and bias.
 
     Source: Transformer derivation, section 4.2.
     """
     kernel = dense_moments(params.kernel)
-    out_mean = proposition1(mean, kernel.mean)
-    out_cov = proposition2(mean, cov, kernel.mean, kernel.cov)
+    out_mean = propositions.proposition1(mean, kernel.mean)
+    out_cov = propositions.proposition2(mean, cov, kernel.mean, kernel.cov)
     if params.bias is not None:
         bias = dense_moments(params.bias)
         out_mean = out_mean + bias.mean[None, :]
@@ -83,20 +68,17 @@ def softmax(mean: Array, cov: Array) -> DenseMoments:
 
     Source: Transformer derivation, section 4.3.2, Eq. 10 and Prop. 3.
     """
-    return DenseMoments(jax.nn.softmax(mean, axis=-1), proposition3(mean, cov))
+    return DenseMoments(jax.nn.softmax(mean, axis=-1), propositions.proposition3(mean, cov))
 
 
-def attention(mean: Array, cov: Array, params: AttentionParams, *, num_heads: int) -> DenseMoments:
+def attention(
+    mean: Array, cov: Array, params: layers.AttentionParams, *, num_heads: int
+) -> DenseMoments:
     """First-order moments of multi-head self-attention, (T, D).
 
-    Assumes that queries, keys and values are independent, which is true if x is certain (cov zero).
-    Assumes that heads are independent, which is true if in addition the columns of each kernel are.
-
-    Args:
-      mean: E[x], (T, D).
-      cov: Cov[x], (T, D, T, D).
-      params: beliefs about the kernels (D, H K), heads outermost, and (H K, D) of the output.
-      num_heads: H.
+    Of kernels (D, H K), heads outermost, and (H K, D) of the output. Assumes that queries, keys and
+    values are independent, which is true if x is certain (cov zero); and heads, which is true if in
+    addition the columns of each kernel are.
 
     Source: Transformer derivation, sections 4.2 to 4.4 (which print mod D for the head's index, where
     mod H is meant).
@@ -109,8 +91,9 @@ def attention(mean: Array, cov: Array, params: AttentionParams, *, num_heads: in
     means = []
     joint_cov = jnp.zeros((t, num_heads, k, t, num_heads, k), mean.dtype)
     for head in range(num_heads):
-        parts = (_head(moments, head, num_heads) for moments in (query, key, value))
-        head_mean, head_cov = one_head(*parts)
+        own = slice(head * k, (head + 1) * k)
+        parts = (DenseMoments(m[:, own], c[:, own, :, own]) for m, c in (query, key, value))
+        head_mean, head_cov = _one_head(*parts)
         means.append(head_mean)
         joint_cov = joint_cov.at[:, head, :, :, head, :].set(head_cov)
     concatenated = jnp.concatenate(means, axis=1)
@@ -118,45 +101,39 @@ def attention(mean: Array, cov: Array, params: AttentionParams, *, num_heads: in
 
 
 @jax.jit
-def one_head(query: DenseMoments, key: DenseMoments, value: DenseMoments) -> DenseMoments:
+def _one_head(query: DenseMoments, key: DenseMoments, value: DenseMoments) -> DenseMoments:
     """First-order moments of softmax(q k^T / sqrt(K)) v, (T, K), for independent q, k and v.
 
     Source: Transformer derivation, section 4.3.
     """
     k = query.mean.shape[1]
     key_transposed = DenseMoments(key.mean.T, jnp.transpose(key.cov, (1, 0, 3, 2)))
-    scores = proposition1(query.mean, key_transposed.mean) / k**0.5
-    score_cov = proposition2(*query, *key_transposed) / k
+    scores = propositions.proposition1(query.mean, key_transposed.mean) / k**0.5
+    score_cov = propositions.proposition2(*query, *key_transposed) / k
     weights = softmax(scores, score_cov)
-    return DenseMoments(proposition1(weights.mean, value.mean), proposition2(*weights, *value))
-
-
-def _head(moments: DenseMoments, head: int, num_heads: int) -> DenseMoments:
-    """One head's columns."""
-    k = moments.mean.shape[1] // num_heads
-    columns = slice(head * k, (head + 1) * k)
-    return DenseMoments(moments.mean[:, columns], moments.cov[:, columns, :, columns])
+    return DenseMoments(
+        propositions.proposition1(weights.mean, value.mean),
+        propositions.proposition2(*weights, *value),
+    )
 
 
 def layer_norm(
-    mean: Array, cov: Array, params: NormParams, *, epsilon: float = 1e-6
+    mean: Array, cov: Array, params: layers.NormParams, *, epsilon: float = 1e-6
 ) -> DenseMoments:
     """First-order moments of gain * (x - avg(x)) / sqrt(var(x) + epsilon) + bias, (T, D).
 
     Source: Transformer derivation, section 4.5 and Prop. 4, corrected as `proposition4` says.
     """
     d = mean.shape[1]
-    gain = _vector(params.scale, jnp.ones(d, mean.dtype))
-    bias = _vector(params.bias, jnp.zeros(d, mean.dtype))
-    normal, _ = normalized(mean, cov, epsilon=epsilon)
-    out_cov = proposition4(mean, cov, *gain, bias.cov, epsilon=epsilon)
+    certain = jnp.zeros((d, d), mean.dtype)
+    gain, bias = DenseMoments(jnp.ones(d, mean.dtype), certain), DenseMoments(certain[0], certain)
+    if params.scale is not None:
+        gain = dense_moments(params.scale)
+    if params.bias is not None:
+        bias = dense_moments(params.bias)
+    normal, _ = propositions.normalized(mean, epsilon)
+    out_cov = propositions.proposition4(mean, cov, *gain, bias.cov, epsilon=epsilon)
     return DenseMoments(normal * gain.mean[None, :] + bias.mean[None, :], out_cov)
-
-
-def _vector(belief: Posterior | None, certain: Array) -> DenseMoments:
-    if belief is None:
-        return DenseMoments(certain, jnp.zeros((certain.size, certain.size), certain.dtype))
-    return dense_moments(belief)
 
 
 @jax.jit
@@ -192,7 +169,7 @@ def _positive(mean: Array, variance: Array) -> tuple[Array, Array]:
     return positive, density
 
 
-def feed_forward(mean: Array, cov: Array, params: FeedForwardParams) -> DenseMoments:
+def feed_forward(mean: Array, cov: Array, params: layers.FeedForwardParams) -> DenseMoments:
     """Moments of relu(x @ hidden) @ output, (T, D), each dense layer with its bias.
 
     Source: Transformer derivation, section 4.6.
@@ -202,7 +179,7 @@ def feed_forward(mean: Array, cov: Array, params: FeedForwardParams) -> DenseMom
     return dense(active.mean, active.cov, params.output)
 
 
-def feed_forward_cross_cov(mean: Array, cov: Array, params: FeedForwardParams) -> Array:
+def feed_forward_cross_cov(mean: Array, cov: Array, params: layers.FeedForwardParams) -> Array:
     """Cov[x, feed_forward(x)] to first order, (T, D, T, D): what a residual adds, twice.
 
     Cov[x] E[J]^T with E[J] = hidden diag(E[relu']) output at the mean weights. The derivation neglects
@@ -218,7 +195,12 @@ def feed_forward_cross_cov(mean: Array, cov: Array, params: FeedForwardParams) -
 
 
 def encoder_block(
-    mean: Array, cov: Array, params: EncoderBlockParams, *, num_heads: int, epsilon: float = 1e-6
+    mean: Array,
+    cov: Array,
+    params: layers.EncoderBlockParams,
+    *,
+    num_heads: int,
+    epsilon: float = 1e-6,
 ) -> DenseMoments:
     """First-order moments of norm2(z + feed_forward(z)), z = norm1(x + attention(x)), (T, D).
 
@@ -231,78 +213,3 @@ def encoder_block(
     mean, cov = layer_norm(mean + branch.mean, cov + branch.cov, params.norm1, epsilon=epsilon)
     branch = feed_forward(mean, cov, params.feed_forward)
     return layer_norm(mean + branch.mean, cov + branch.cov, params.norm2, epsilon=epsilon)
-
-
-def complexity_loss(means: Sequence[Array], variances: Sequence[Array]) -> Array:
-    """KL(q || N(0, I)) of matrices with one variance for each output unit, in nats: a scalar.
-
-    1/2 sum_p sum_r ( n_c v_pr + |mu_pr|^2 - n_c - n_c log v_pr ), with the derivation's rows r the
-    columns of our (in, out) kernels and its number of columns n_c our `in`.
-
-    Args:
-      means: mean of each matrix, (in, out); a gain or a bias counts as one output unit, (D, 1).
-      variances: v of each matrix, (out,), positive.
-
-    Source: Transformer derivation, section 5, Eq. 12.
-    """
-    terms = []
-    for mean, variance in zip(means, variances, strict=True):
-        num_columns, num_rows = mean.shape
-        for r in range(num_rows):
-            v, squared_norm = variance[r], jnp.sum(mean[:, r] ** 2)
-            terms.append(num_columns * v + squared_norm - num_columns - num_columns * jnp.log(v))
-    return jnp.sum(jnp.stack(terms)) / 2
-
-
-def log_marginal(
-    target: Array, mean: Array, cov: Array, noise_variance: float | Array = 0.0
-) -> Array:
-    """Log of N(vec(Y); vec(M), Sigma + noise), the data term of Eq. 13 for one datapoint: a scalar.
-
-    Args:
-      target: Y, (T, D).
-      mean: M, the propagated mean, (T, D).
-      cov: Sigma, the propagated covariance, (T, D, T, D).
-      noise_variance: variance of independent observation noise, a scalar. Eq. 13 has none; its Sigma
-        alone can be singular.
-
-    Source: Transformer derivation, section 5, Eq. 13.
-    """
-    size = target.size
-    total = cov.reshape(size, size) + noise_variance * jnp.eye(size, dtype=cov.dtype)
-    difference = (target - mean).reshape(size)
-    _, log_determinant = jnp.linalg.slogdet(total)
-    square = difference @ jnp.linalg.solve(total, difference)
-    return -(size * math.log(2 * math.pi) + log_determinant + square) / 2
-
-
-def elbo(
-    targets: Array,
-    means: Array,
-    covs: Array,
-    complexity: Array | float,
-    *,
-    noise_variance: float | Array = 0.0,
-    dataset_size: int | None = None,
-) -> Array:
-    """Eq. 13 on a mini-batch of N datapoints, in nats of the whole dataset: a scalar.
-
-    |D|/N sum_n log N(Y_n; M_n, Sigma_n + noise) - complexity.
-
-    Args:
-      targets: Y_n, (N, T, D).
-      means: M_n, (N, T, D).
-      covs: Sigma_n, (N, T, D, T, D).
-      complexity: KL(q || prior), such as `complexity_loss` gives.
-      noise_variance: variance of independent observation noise.
-      dataset_size: |D|; None if the batch is the whole dataset, as in Eq. 13.
-
-    Source: Transformer derivation, Eq. 6 and 13, with the scale |D|/N that a mini-batch needs.
-    """
-    batch_size = targets.shape[0]
-    terms = [
-        log_marginal(target, mean, cov, noise_variance)
-        for target, mean, cov in zip(targets, means, covs, strict=True)
-    ]
-    size = batch_size if dataset_size is None else dataset_size
-    return size / batch_size * jnp.sum(jnp.stack(terms)) - complexity
