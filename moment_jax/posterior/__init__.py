@@ -16,20 +16,11 @@ about trained networks come from `mj.laplace` and `from_second_moments`.
 say) has leading axes on every array; call its methods under `jax.vmap`.
 """
 
-from moment_jax.posterior.base import Posterior
+from moment_jax.posterior.base import GaussianPrior, Posterior, sample_params
 from moment_jax.posterior.correlated import FullNormal, KroneckerEigen
-from moment_jax.posterior.draws import sample_params
 from moment_jax.posterior.independent import Factorized, OutputShared, Point, from_second_moments
-from moment_jax.posterior.prior import GaussianPrior
 
 __all__ = [
-    "Factorized",
-    "FullNormal",
-    "GaussianPrior",
-    "KroneckerEigen",
-    "OutputShared",
-    "Point",
-    "Posterior",
-    "from_second_moments",
-    "sample_params",
-]
+    "Factorized", "FullNormal", "GaussianPrior", "KroneckerEigen", "OutputShared", "Point",
+    "Posterior", "from_second_moments", "sample_params",
+]  # fmt: skip

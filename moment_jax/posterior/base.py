@@ -1,14 +1,37 @@
-"""Base class of Gaussian beliefs about one array of weights."""
+"""The base class of Gaussian beliefs about one array of weights, the prior, draws of a whole tree."""
 
 from __future__ import annotations
 
 import abc
+import dataclasses
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from moment_jax.posterior.prior import GaussianPrior
+from moment_jax.covariance.fields import register_fields
+
+
+@register_fields
+@dataclasses.dataclass(frozen=True)
+class GaussianPrior:
+    """Prior N(mean, variance) of the entries of one array of weights, independent of each other.
+
+    Mean and variance, which is assumed positive, are scalars or arrays that broadcast to the shape of
+    the weights. Both are differentiable, so the prior can be learned (empirical Bayes). `kl` casts them
+    to the dtype of the belief.
+
+    >>> from moment_jax.posterior import Factorized
+    >>> belief = Factorized(jnp.zeros((2, 3)), jnp.full((2, 3), 4.0))
+    >>> print(f"{belief.kl(GaussianPrior(variance=4.0)):.3f}")
+    0.000
+    """
+
+    mean: Array | float = 0.0
+    variance: Array | float = 1.0
 
 
 class Posterior(abc.ABC):
@@ -24,6 +47,9 @@ class Posterior(abc.ABC):
     beliefs use `jax.vmap`. A subclass defines them by the methods of the same names with an
     underscore, whose arguments have been checked.
     """
+
+    uncorrelated: ClassVar[bool] = True
+    """Whether the family makes all entries uncorrelated, whatever its parameters."""
 
     if TYPE_CHECKING:  # dataclasses would take a property of their base for a field's default
 
@@ -48,9 +74,8 @@ class Posterior(abc.ABC):
         """One draw, of the mean's shape, exact and reparametrised.
 
         The draw is mean + root(Cov) z with the symmetric square root and z = normal(key, shape), so
-        families that hold the same covariance draw the same weights from the same key. Gradients
-        flow to the mean and the covariance. They are zero along directions without variance, where
-        the root has no finite derivative.
+        families that hold the same covariance draw the same weights from the same key. Gradients to the
+        covariance are zero along directions without variance, where the root has no finite derivative.
         """
 
     @abc.abstractmethod
@@ -66,25 +91,13 @@ class Posterior(abc.ABC):
         wherever the variance is positive.
         """
 
-    @property
-    def uncorrelated(self) -> bool:
-        """Whether the family makes all entries uncorrelated, whatever its parameters."""
-        return True
-
     # -- kernels (in, out) ------------------------------------------------------------------------
 
     def noise_variance(self, mean: Array, variance: Array) -> Array:
-        """The variance that the randomness of this kernel w adds to x @ w.
+        """The variance that the randomness of this kernel w adds to x @ w, (..., out).
 
-        That is sum_ij (diag(variance) + mean mean^T)_ij Cov[w_io, w_jo], never negative. Assumes
-        that x is independent of w and that the features of x are uncorrelated.
-
-        Args:
-          mean: E[x], (..., in).
-          variance: Var[x], (..., in).
-
-        Returns:
-          (..., out).
+        Of E[x] and Var[x], (..., in), it is sum_ij (diag(variance) + mean mean^T)_ij Cov[w_io, w_jo],
+        never negative. Assumes that x is independent of w and that its features are uncorrelated.
         """
         self._check_kernel("noise_variance")
         if mean.shape[-1:] != self.shape[:1] or variance.shape != mean.shape:
@@ -99,13 +112,8 @@ class Posterior(abc.ABC):
     def noise_block(self, moment: Array) -> Array:
         """The covariance that the randomness of this kernel w adds between x @ w and y @ w.
 
-        That is sum_ij moment_ij Cov[w_io, w_jp]. Assumes that x and y are independent of w.
-
-        Args:
-          moment: E[x_i y_j], (..., in, in), not necessarily symmetric.
-
-        Returns:
-          (..., out, out).
+        Of moments E[x_i y_j], (..., in, in), not necessarily symmetric, it is
+        sum_ij moment_ij Cov[w_io, w_jp], (..., out, out). Assumes that x and y are independent of w.
         """
         self._check_kernel("noise_block")
         if moment.shape[-2:] != (self.shape[0], self.shape[0]):
@@ -125,14 +133,10 @@ class Posterior(abc.ABC):
         return self._input_metric()
 
     def rows(self, indices: Array) -> Posterior:
-        """The belief about these rows of a kernel (in, out), such as those of an embedding table.
+        """The belief about these distinct rows (N,) of a kernel, such as those of an embedding table.
 
-        Args:
-          indices: (N,) distinct integers. A repeated row would count as two independent rows in
-            families of independent entries.
-
-        Returns:
-          A belief about a (N, out) kernel, of the same family.
+        It is about a (N, out) kernel, of the same family. A repeated row would count as two independent
+        rows in families of independent entries.
         """
         self._check_kernel("rows")
         return self._rows(indices)
@@ -186,6 +190,33 @@ class Posterior(abc.ABC):
         return None
 
 
+def divergence(prior: GaussianPrior, mean: Array, variance: Array, log_variance: Array) -> Array:
+    """KL(N(mean, Cov) || prior), a scalar, for any covariance of the entries.
+
+    The prior's entries are independent, so only the diagonal and the log-determinant of Cov matter.
+    The latter is passed as one term per entry, so that large terms cancel before they are summed: for
+    independent entries the log of each variance; -inf where Cov is singular.
+
+    Source: Transformer derivation, Eq. 12, extended to any prior and covariance.
+    """
+    if not isinstance(prior, GaussianPrior):
+        raise TypeError(
+            f"`kl(prior)` needs a GaussianPrior. Got {type(prior).__name__}. "
+            "For a variance s, use GaussianPrior(variance=s)."
+        )
+    given = [jnp.asarray(x, jnp.result_type(mean, 0.0)) for x in (prior.mean, prior.variance)]
+    try:
+        prior_mean, prior_variance = (jnp.broadcast_to(x, mean.shape) for x in given)
+    except ValueError:
+        raise ValueError(
+            "`kl(prior)` needs a prior mean and variance that broadcast to the shape of the weights, "
+            f"{tuple(mean.shape)}. Got {given[0].shape} and {given[1].shape}. Use scalars, or arrays of "
+            "that shape."
+        ) from None
+    squares = (variance + (mean - prior_mean) ** 2) / prior_variance
+    return 0.5 * jnp.sum(squares - 1 - (log_variance - jnp.log(prior_variance)))
+
+
 def kernel_shape(shape: tuple[int, ...], outputs: tuple[int, ...]) -> tuple[int, ...]:
     """(..., in, out) of a kernel of two axes or more, cut where its last axes have `out` entries.
 
@@ -197,3 +228,33 @@ def kernel_shape(shape: tuple[int, ...], outputs: tuple[int, ...]) -> tuple[int,
         raise ValueError("needs the mean of a kernel, of shape (in, out).")
     cuts = [(math.prod(array[:i]), math.prod(array[i:])) for i in range(1, len(array))]
     return (*stack, *next((cut for cut in cuts if cut[1:] == outputs[-1:]), cuts[-1]))
+
+
+def sample_params(params: Any, key: Array) -> Any:
+    """One draw of the weights: the same pytree, with an array in place of every belief.
+
+    The tree is any with `Posterior` leaves, such as `EncoderBlockParams`. Beliefs are drawn
+    independently of each other. Other leaves and None are returned unchanged.
+
+    >>> import moment_jax as mj
+    >>> kernel = mj.posterior.Factorized(jnp.zeros((2, 3)), jnp.ones((2, 3)))
+    >>> draw = sample_params(mj.DenseParams(kernel, bias=None), jax.random.key(0))
+    >>> draw.kernel.shape, draw.bias
+    ((2, 3), None)
+    """
+    leaves, treedef = jax.tree.flatten(params, is_leaf=lambda leaf: isinstance(leaf, Posterior))
+    keys = jax.random.split(key, max(len(leaves), 1))
+    # Beliefs of one family and shape are drawn in one batch, each with its own key: one random number
+    # generator per leaf of a deep network would take minutes to compile.
+    alike: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Posterior):
+            arrays, structure = jax.tree.flatten(leaf)
+            kind = (structure, *((jnp.shape(a), jnp.result_type(a)) for a in arrays))
+            alike.setdefault(kind, []).append(i)
+    for members in alike.values():
+        beliefs = jax.tree.map(lambda *arrays: jnp.stack(arrays), *(leaves[i] for i in members))
+        draws = jax.vmap(lambda belief, key: belief.sample(key))(beliefs, keys[np.array(members)])
+        for member, draw in zip(members, draws, strict=True):
+            leaves[member] = draw
+    return jax.tree.unflatten(treedef, leaves)

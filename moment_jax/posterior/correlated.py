@@ -10,16 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance.fields import (
-    check_fields,
-    check_variances,
-    known_values,
-    register_fields,
-)
+from moment_jax.covariance import fields
+from moment_jax.covariance.fields import register_fields
 from moment_jax.covariance.numerics import nonnegative, safe_sqrt
 from moment_jax.linalg import psd_logdet, psd_sqrt
-from moment_jax.posterior.base import Posterior, kernel_shape
-from moment_jax.posterior.prior import GaussianPrior, divergence
+from moment_jax.posterior.base import GaussianPrior, Posterior, divergence, kernel_shape
 from moment_jax.xla import diagonal_of
 
 
@@ -33,8 +28,7 @@ class KroneckerEigen(Posterior):
     case v_ab = a_a b_b with a, U = jnp.linalg.eigh(A) and b, W = jnp.linalg.eigh(B).
 
     Args:
-      mean: mean of the kernel, (in, out), or of an array such as (in, heads, width), cut where its last
-        axes have `out` entries.
+      mean: of the kernel, (in, out), or of an array such as (in, heads, width), as in `OutputShared`.
       in_basis: U, (in, in), orthogonal, a direction in each column; or rows of such a matrix, (in, A).
       out_basis: W, (out, out), likewise; or (out, B).
       variance: v, (in, out), or (A, B), not negative.
@@ -45,7 +39,6 @@ class KroneckerEigen(Posterior):
     Source: George et al., "Fast approximate natural gradient descent in a Kronecker-factored
     eigenbasis" (2018).
 
-    >>> from moment_jax.posterior import GaussianPrior
     >>> variance = jnp.array([[1.0, 2.0], [3.0, 4.0]])
     >>> kernel = KroneckerEigen(jnp.zeros((2, 2)), jnp.eye(2), jnp.eye(2), variance)
     >>> print(kernel.noise_variance(jnp.array([1.0, 2.0]), jnp.zeros((2,))))  # 1 + 4 * 3, 2 + 4 * 4
@@ -70,9 +63,11 @@ class KroneckerEigen(Posterior):
             *stack, rows, columns = self._kernel_shape
             return [(*stack, rows, *width[:1]), (*stack, columns, *width[1:]), (*stack, *width)]
 
-        check_fields(call, fix, shapes, self.mean, self.in_basis, self.out_basis, self.variance)
-        check_variances(call, self.variance)
-        for basis in map(known_values, (self.in_basis, self.out_basis)):
+        fields.check_fields(
+            call, fix, shapes, self.mean, self.in_basis, self.out_basis, self.variance
+        )
+        fields.check_variances(call, self.variance)
+        for basis in map(fields.known_values, (self.in_basis, self.out_basis)):
             if basis is not None and basis.ndim > 1:
                 gram = basis @ np.swapaxes(basis, -1, -2)
                 error = np.max(np.abs(gram - np.eye(basis.shape[-2])), initial=0)
@@ -152,15 +147,10 @@ class KroneckerEigen(Posterior):
 class FullNormal(Posterior):
     """Gaussian with an arbitrary dense covariance, for small arrays.
 
-    Args:
-      mean: mean of the weights, (in, out) for a kernel, (D,) for a bias or a gain, or of any shape.
-      cov: Cov[w_io, w_jp], (in, out, in, out), or (D, D), in general twice the mean's shape;
-        symmetric and positive semi-definite as a matrix.
+    The mean is (in, out) for a kernel, (D,) for a bias or a gain, or of any shape. The covariance has
+    its shape twice, Cov[w_io, w_jp] for a kernel; it is symmetric and positive semi-definite as a
+    matrix. ValueError if the shapes do not fit.
 
-    Raises:
-      ValueError: if the shapes do not fit.
-
-    >>> from moment_jax.posterior import GaussianPrior
     >>> bias = FullNormal(jnp.zeros((2,)), jnp.array([[1.0, 0.5], [0.5, 1.0]]))
     >>> print(bias.vector_cov())
     [[1.  0.5]
@@ -176,14 +166,14 @@ class FullNormal(Posterior):
     def __post_init__(self) -> None:
         # A stack of beliefs has leading axes that mean and cov share.
         num_axes = getattr(self.cov, "ndim", 0) - getattr(self.mean, "ndim", 0)
-        check_fields(
-            "FullNormal(mean, cov)",
-            "For a kernel (in, out), cov is (in, out, in, out): use cov.reshape(2 * mean.shape).",
-            lambda mean: [mean + (mean[-num_axes:] if num_axes > 0 else mean)],
-            self.mean,
-            self.cov,
-        )
-        check_variances("FullNormal(mean, cov)", self.cov, "abcdefgh"[: max(num_axes, 0)])
+        call = "FullNormal(mean, cov)"
+        fix = "For a kernel (in, out), cov is (in, out, in, out): use cov.reshape(2 * mean.shape)."
+
+        def shapes(mean: tuple[int, ...]) -> list[tuple[int, ...]]:
+            return [mean + (mean[-num_axes:] if num_axes > 0 else mean)]
+
+        fields.check_fields(call, fix, shapes, self.mean, self.cov)
+        fields.check_variances(call, self.cov, "abcdefgh"[: max(num_axes, 0)])
 
     def sample(self, key: Array) -> Array:
         root = psd_sqrt(self._matrix("sample"))

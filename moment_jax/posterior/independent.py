@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance.fields import (
-    check_fields,
-    check_floating,
-    check_variances,
-    register_fields,
-)
+from moment_jax.covariance import fields
+from moment_jax.covariance.fields import register_fields
 from moment_jax.covariance.numerics import safe_sqrt
-from moment_jax.posterior.base import Posterior, kernel_shape
-from moment_jax.posterior.prior import GaussianPrior, divergence, log_density
+from moment_jax.posterior.base import GaussianPrior, Posterior, divergence, kernel_shape
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
 
@@ -64,12 +60,8 @@ class Point(_Independent):
     infinite constant and returns the rest, the negative log density of the prior at `mean`. So the
     ELBO of a network of points is its maximum-a-posteriori objective, and points mix with random
     weights. It is NOT a divergence: it can be negative, and must not be compared with those of
-    other families.
+    other families. `mean` is the weights, of any shape.
 
-    Args:
-      mean: the weights, of any shape.
-
-    >>> from moment_jax.posterior import GaussianPrior
     >>> kernel = Point(jnp.ones((2, 3)))
     >>> kernel.noise_variance(jnp.ones((4, 2)), jnp.ones((4, 2))).shape
     (4, 3)
@@ -80,17 +72,18 @@ class Point(_Independent):
     mean: Array
 
     def __post_init__(self) -> None:
-        check_floating("Point(mean)", self.mean)
+        fields.check_floating("Point(mean)", self.mean)
 
     def sample(self, key: Array) -> Array:
-        del key
         return jnp.asarray(self.mean)
 
     def marginal_variance(self) -> Array:
         return jnp.zeros_like(self.mean)
 
     def kl(self, prior: GaussianPrior) -> Array:
-        return -log_density(prior, self.mean)
+        # With this in place of the log of a variance, the divergence is the negative log density.
+        constant = jnp.full_like(self.mean, -1 - math.log(2 * math.pi))
+        return divergence(prior, self.mean, jnp.zeros_like(self.mean), constant)
 
     def _of_squares(self, squares: Array) -> Array:
         return jnp.zeros((*squares.shape[:-1], self.shape[1]), jnp.result_type(self.mean, squares))
@@ -101,14 +94,8 @@ class Point(_Independent):
 class Factorized(_Independent):
     """Independent entries (mean field): Cov[w_io, w_jp] = [i = j][o = p] v_io.
 
-    Args:
-      mean: mean of the weights, of any shape.
-      variance: v, of the mean's shape, not negative.
+    Mean and variance, which is not negative, are of one shape, any; else ValueError.
 
-    Raises:
-      ValueError: if the shapes differ.
-
-    >>> from moment_jax.posterior import GaussianPrior
     >>> kernel = Factorized(jnp.zeros((2, 3)), jnp.full((2, 3), 0.25))
     >>> kernel.sample(jax.random.key(0)).shape
     (2, 3)
@@ -122,14 +109,10 @@ class Factorized(_Independent):
     variance: Array
 
     def __post_init__(self) -> None:
-        check_fields(
-            "Factorized(mean, variance)",
-            "For one variance of all entries, use jnp.full_like(mean, variance).",
-            lambda mean: [mean],
-            self.mean,
-            self.variance,
-        )
-        check_variances("Factorized(mean, variance)", self.variance)
+        call = "Factorized(mean, variance)"
+        fix = "For one variance of all entries, use jnp.full_like(mean, variance)."
+        fields.check_fields(call, fix, lambda mean: [mean], self.mean, self.variance)
+        fields.check_variances(call, self.variance)
 
     def marginal_variance(self) -> Array:
         return jnp.asarray(self.variance)
@@ -143,17 +126,12 @@ class OutputShared(_Independent):
     This is the derivation's posterior. Its rows r are the output units here, kernels being (in, out);
     its n_c is `in`. With the prior N(0, I), `kl` is 1/2 sum_r (n_c v_r + |mu_r|^2 - n_c - n_c log v_r).
 
-    Args:
-      mean: mean of the kernel, (in, out), or of an array such as (in, heads, width), cut where its last
-        axes have `out` entries.
-      variance: v, (out,), not negative.
-
-    Raises:
-      ValueError: if the shapes do not fit, or if the mean is that of a bias or a gain.
+    The mean is that of a kernel, (in, out), or of an array such as (in, heads, width), cut where its
+    last axes have `out` entries; the variance is (out,), not negative. ValueError if the shapes do not
+    fit, or if the mean is that of a bias or a gain.
 
     Source: Transformer derivation, section 2 and Eq. 12.
 
-    >>> from moment_jax.posterior import GaussianPrior
     >>> kernel = OutputShared(jnp.zeros((2, 3)), jnp.array([0.0, 0.5, 1.0]))
     >>> print(kernel.noise_variance(jnp.array([1.0, 2.0]), jnp.array([1.0, 0.0])))
     [0. 3. 6.]
@@ -165,14 +143,14 @@ class OutputShared(_Independent):
     variance: Array
 
     def __post_init__(self) -> None:
-        check_fields(
-            "OutputShared(mean, variance)",
-            "For a bias, a gain, or a variance of each entry, use Factorized(mean, variance).",
-            lambda _: [(*self._kernel_shape[:-2], self._kernel_shape[-1])],
-            self.mean,
-            self.variance,
-        )
-        check_variances("OutputShared(mean, variance)", self.variance)
+        call = "OutputShared(mean, variance)"
+        fix = "For a bias, a gain, or a variance of each entry, use Factorized(mean, variance)."
+
+        def shapes(_: tuple[int, ...]) -> list[tuple[int, ...]]:
+            return [(*self._kernel_shape[:-2], self._kernel_shape[-1])]
+
+        fields.check_fields(call, fix, shapes, self.mean, self.variance)
+        fields.check_variances(call, self.variance)
 
     @property
     def _kernel_shape(self) -> tuple[int, ...]:
@@ -208,9 +186,7 @@ def from_second_moments(
     examples, which at an optimum is 1/B of an example's. So N B nu estimates the diagonal of the
     empirical Fisher matrix: a rough Laplace approximation, to be used with `linearised`. `params` are
     trained, `state` is the optimiser's, with one `optax.ScaleByAdamState`, and `decay` Adam's `b2`.
-
-    Raises:
-      ValueError: if the state has no second moments of these parameters, or a number is not positive.
+    ValueError if the state has no second moments of these parameters, or a number is not positive.
 
     >>> import optax
     >>> params = {"w": jnp.ones(2)}
