@@ -9,7 +9,7 @@ from jax import Array
 from moment_jax.nn import inputs as given
 from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.plain import Module
-from moment_jax.objectives.mixture import averaged
+from moment_jax.objectives.predictive import averaged
 
 
 class Mixture(Module):

@@ -1,5 +1,11 @@
 """Likelihoods, the ELBO, predictions and metrics, from the mean and covariance of the output."""
 
+from moment_jax.objectives.cubature import (
+    TokenUncertainty,
+    class_probabilities,
+    log_class_probabilities,
+    token_uncertainty,
+)
 from moment_jax.objectives.likelihoods import (
     Bernoulli,
     Categorical,
@@ -14,46 +20,22 @@ from moment_jax.objectives.lower_bound import (
     expected_log_likelihood_bound,
     kl_warmup,
     log_marginal,
-    monte_carlo_expected_log_likelihood,
 )
-from moment_jax.objectives.mixture import MixturePredictive
 from moment_jax.objectives.predictive import (
     BernoulliPredictive,
     CategoricalPredictive,
     GaussianPredictive,
-    TokenUncertainty,
+    MixturePredictive,
     accuracy,
-    bernoulli_probabilities,
-    class_probabilities,
     expected_calibration_error,
-    log_class_probabilities,
     negative_log_likelihood,
-    token_uncertainty,
 )
 
 __all__ = [
-    "Bernoulli",
-    "BernoulliPredictive",
-    "Categorical",
-    "CategoricalPredictive",
-    "Gaussian",
-    "GaussianPredictive",
-    "HeteroscedasticGaussian",
-    "Likelihood",
-    "MixturePredictive",
-    "TokenUncertainty",
-    "accuracy",
-    "bernoulli_probabilities",
-    "class_probabilities",
-    "elbo",
-    "expected_calibration_error",
-    "expected_log_likelihood",
-    "expected_log_likelihood_bound",
-    "kl_warmup",
-    "log_class_probabilities",
-    "log_marginal",
-    "monte_carlo_expected_log_likelihood",
-    "negative_log_likelihood",
-    "predictive_gaussian",
+    "Bernoulli", "BernoulliPredictive", "Categorical", "CategoricalPredictive", "Gaussian",
+    "GaussianPredictive", "HeteroscedasticGaussian", "Likelihood", "MixturePredictive",
+    "TokenUncertainty", "accuracy", "class_probabilities", "elbo", "expected_calibration_error",
+    "expected_log_likelihood", "expected_log_likelihood_bound", "kl_warmup",
+    "log_class_probabilities", "log_marginal", "negative_log_likelihood", "predictive_gaussian",
     "token_uncertainty",
-]
+]  # fmt: skip

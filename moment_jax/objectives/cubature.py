@@ -1,4 +1,4 @@
-"""E[log softmax(f)] and log E[softmax(f)] for Gaussian logits f, by a fixed set of points.
+"""Averages over Gaussian logits f by a fixed set of points: class probabilities and their uncertainty.
 
 The points are f_k = mean + L z_k with L L^T = cov. The z_k are scrambled Sobol points mapped to the
 normal distribution, together with their reflections -z_k, scaled to a variance of exactly one in each
@@ -13,6 +13,7 @@ where the covariance is positive definite.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,156 @@ from jax import Array
 
 from moment_jax.covariance.numerics import safe_sqrt, vector_variance
 from moment_jax.linalg import psd_cholesky
+from moment_jax.objectives.checks import Cov, logits_cov, over_batch
 
 Pair = tuple[Array, Array]
+
+
+def log_class_probabilities(mean: Array, cov: Cov, *, num_points: int | None = None) -> Array:
+    """Log E[softmax(f)], f ~ N(mean, cov): `class_probabilities` without underflow.
+
+    It is -inf, with derivatives of zero, exactly where the mean is -inf.
+    """
+    spread = logits_cov("class_probabilities", mean, cov)
+    count = count_points(num_points, default=512)
+    return over_batch(lambda m, c: log_expected_softmax(m, c, count), *wide(mean, spread))
+
+
+def class_probabilities(mean: Array, cov: Cov, *, num_points: int | None = None) -> Array:
+    """Predictive class probabilities E[softmax(f)], f ~ N(mean, cov), (..., C), by the cubature.
+
+    They are nonnegative, sum to one, and have finite derivatives at any covariance, including singular
+    and zero ones. The table has the loss in negative log-likelihood, KL(exact || this) in nats, over 180
+    problems with 10 classes (mean logits of sd 1.5 or 4; noise independent, of full rank, or of rank 3),
+    against 524,288 scrambled Sobol points, and that of closed forms:
+
+    ======================================  ======  ======  ======  ======  ======
+    sd of the logits                        0.3     1       2       3       5
+    ======================================  ======  ======  ======  ======  ======
+    512 points (the default)                1e-8    1e-5    1e-4    4e-4    8e-4
+    128 points                              6e-8    4e-5    7e-4    2e-3    5e-3
+    tilted fixed point                      6e-7    2e-3    0.08    0.6     2.4
+    softmax(m_i / sqrt(1 + pi/8 v_i))       7e-4    0.03    0.09    0.15    0.18
+    pairwise logistic, normalised           3e-4    0.015   0.05    0.10    0.13
+    ======================================  ======  ======  ======  ======  ======
+
+    With 300 classes, 512 points lose 3e-4, 0.004 and 0.014 at sd 1, 2 and 3. Small probabilities in the
+    tail are the least accurate: few points cover the rare draws of the logits that such a class needs.
+
+    Args:
+      mean: (..., C) mean logits; -inf for an impossible class, which gets exactly 0.
+      cov: their variances (..., C), or covariances (..., C, C), positive semidefinite and finite; or a
+        structure, of which each token's own covariance counts.
+      num_points: points of the cubature, rounded up to a power of two.
+
+    Raises:
+      ValueError: if shapes do not fit. TypeError: if mean or cov is not floating.
+
+    >>> print(class_probabilities(jnp.eye(3), jnp.ones((3, 3))).round(2))
+    [[0.52 0.24 0.24]
+     [0.24 0.52 0.24]
+     [0.24 0.24 0.52]]
+
+    Source: Transformer derivation, Eq. 1.
+    """
+    return jnp.exp(log_class_probabilities(mean, cov, num_points=num_points))
+
+
+class TokenUncertainty(NamedTuple):
+    """Entropies of a prediction in nats, from 0 to log C; total = aleatoric + epistemic."""
+
+    total: Array  # H[E softmax(f)], of the predictive distribution
+    aleatoric: Array  # E[H[softmax(f)]], what would remain if the weights were known
+    epistemic: Array  # the mutual information of the class and the weights
+
+
+def token_uncertainty(mean: Array, cov: Cov, *, num_points: int | None = None) -> TokenUncertainty:
+    """Total, aleatoric and epistemic uncertainty of a class (a token) with random logits.
+
+    All three are averages over the cubature points of `class_probabilities`. So the epistemic part, the
+    mean of KL(softmax(f_k) || E[softmax(f)]) over the points, is never negative, and exactly zero at
+    zero covariance. Derivatives follow Price's theorem over the points and are finite at any covariance.
+
+    Arguments and errors are those of `class_probabilities`, the results of shape (...). If all mean
+    logits are -inf, all parts are zero.
+
+    >>> parts = token_uncertainty(jnp.zeros(2), jnp.zeros(2))
+    >>> round(float(parts.total), 4), float(parts.epistemic)
+    (0.6931, 0.0)
+    """
+    return probabilities_with_uncertainty(mean, cov, num_points=num_points)[1]
+
+
+def probabilities_with_uncertainty(
+    mean: Array, cov: Cov, *, num_points: int | None = None
+) -> tuple[Array, TokenUncertainty]:
+    """`log_class_probabilities` (..., C) and `token_uncertainty`, in one pass over the points."""
+    known = wide(mean, logits_cov("token_uncertainty", mean, cov))
+    count = count_points(num_points, default=512)
+    log_probs, aleatoric, epistemic = over_batch(lambda m, c: _parts(m, c, count), *known)
+    return log_probs, TokenUncertainty(aleatoric + epistemic, aleatoric, epistemic)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _parts(mean: Array, cov: Array, num_points: int) -> tuple[Array, Array, Array]:
+    """Log E[softmax], E[H[softmax]] and E[KL(softmax || E[softmax])]."""
+    log_weights = log_softmax_rows(gaussian_points(mean, cov, num_points))
+    log_probs = log_mean_exp(log_weights)
+    divergence = jnp.sum(_divergence_terms(log_weights, log_probs[None, :]), axis=1)
+    return log_probs, jnp.mean(_entropy(log_weights)), jnp.mean(divergence)
+
+
+@_parts.defjvp
+def _parts_jvp(
+    num_points: int, primals: Pair, tangents: Pair
+) -> tuple[tuple[Array, Array, Array], tuple[Array, Array, Array]]:
+    """Price's theorem, dE[g]/dmean = E[g'] and dE[g]/dcov = E[g'']/2, for g = H[softmax(f)].
+
+    With p = softmax(f) and d = log p + H: g' = -p d, g'' = p p^T (1 + d_i + d_j) - diag(p (1 + d)).
+    """
+    value = _parts(*primals, num_points)
+    log_weights = log_softmax_rows(gaussian_points(*primals, num_points))
+    weights = jnp.exp(log_weights)
+    mean_dot, cov_dot = tangents
+    deviation = _finite(log_weights) + _entropy(log_weights)[:, None]
+    diagonal, pulled = curvature_terms(weights, cov_dot)
+    slope = -(weights * deviation) @ mean_dot
+    curved = (weights * (1 + deviation)) @ diagonal
+    paired = jnp.sum(pulled * weights * (1 + 2 * deviation), axis=1)
+    aleatoric_dot = jnp.mean(slope + (paired - curved) / 2)
+
+    log_probs, log_probs_dot = jax.jvp(
+        lambda mean, cov: log_expected_softmax(mean, cov, num_points), primals, tangents
+    )
+    surprise = jnp.exp(log_probs) * (1 + _finite(log_probs))
+    total_dot = -jnp.sum(surprise * log_probs_dot)
+    return value, (log_probs_dot, aleatoric_dot, total_dot - aleatoric_dot)
+
+
+def _entropy(log_weights: Array) -> Array:
+    """-sum p log p of every row, with 0 log 0 = 0."""
+    return -jnp.sum(jnp.exp(log_weights) * _finite(log_weights), axis=1)
+
+
+def _finite(logarithm: Array) -> Array:
+    """The log of a probability, with 0 in place of -inf."""
+    return jnp.where(logarithm > -jnp.inf, logarithm, 0)
+
+
+def _divergence_terms(log_p: Array, log_q: Array) -> Array:
+    """Elementwise p log(p / q) - p + q: its sum is KL(p || q), and every term is nonnegative.
+
+    Rounding errors are of order eps |log(p / q)| and not eps, so small divergences are accurate.
+    """
+    both = (log_p > -jnp.inf) & (log_q > -jnp.inf)
+    ratio = jnp.where(both, log_p - jnp.where(both, log_q, 0), 0)
+    gap = jnp.abs(ratio)
+    above = jnp.exp(log_p) * (gap + jnp.expm1(-gap))
+    below = -jnp.exp(log_q) * (jnp.expm1(-gap) + gap * jnp.exp(-gap))
+    return jnp.maximum(jnp.where(ratio >= 0, above, below), 0)
+
+
+# -- the points, and averages over them -----------------------------------------------------------------
 
 
 def wide(*arrays: Array) -> tuple[Array, ...]:

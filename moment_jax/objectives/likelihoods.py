@@ -15,13 +15,9 @@ from moment_jax.covariance import Moments
 from moment_jax.covariance.fields import check_array, check_variances
 from moment_jax.covariance.numerics import vector_cov, vector_variance
 from moment_jax.expectations.quadrature import expected
+from moment_jax.objectives import predictive
 from moment_jax.objectives.checks import Cov, check_cov, variances
-from moment_jax.objectives.predictive import (
-    BernoulliPredictive,
-    CategoricalPredictive,
-    GaussianPredictive,
-    probabilities_with_uncertainty,
-)
+from moment_jax.objectives.cubature import probabilities_with_uncertainty
 from moment_jax.xla import diagonal_matrix
 
 
@@ -30,20 +26,19 @@ from moment_jax.xla import diagonal_matrix
 class Gaussian:
     """y = f + noise, the noise Gaussian with the same variance for every example.
 
-    Args:
-      noise_variance: a scalar, (D,) variances of independent noises, or a (D, D) covariance; D is
-        the number of features of y. In the squared units of y, and positive (definite). It is a pytree
-        leaf. None where it is to be learned: `mj.Bayesian` then owns its logarithm, `mj.fit` trains it.
-        Tokens of a sequence have independent noise.
+    The noise variance is a scalar, (D,) variances of independent noises, or a (D, D) covariance; D is
+    the number of features of y. In the squared units of y, and positive (definite). It is a pytree leaf.
+    None where it is to be learned: `mj.Bayesian` then owns its logarithm, `mj.fit` trains it. Tokens of
+    a sequence have independent noise.
     """
 
     noise_variance: Array | float | None = None
 
-    def __call__(self, moments: Moments) -> GaussianPredictive:
+    def __call__(self, moments: Moments) -> predictive.GaussianPredictive:
         """The distribution of y: the moments of f plus the noise."""
         check_array("Gaussian", moments.mean)
         noise = vector_cov(noise_array("Gaussian", self, moments.mean))
-        return GaussianPredictive(moments.mean, moments.features + noise)
+        return predictive.GaussianPredictive(moments.mean, moments.features + noise)
 
 
 @jax.tree_util.register_dataclass
@@ -55,10 +50,10 @@ class HeteroscedasticGaussian:
     correlated with each other.
     """
 
-    def __call__(self, moments: Moments) -> GaussianPredictive:
+    def __call__(self, moments: Moments) -> predictive.GaussianPredictive:
         """A Gaussian with the exact mean and variance of y, which is none."""
         mean, variance = predictive_gaussian(moments.mean, moments.variance, self)
-        return GaussianPredictive(mean, diagonal_matrix(variance))
+        return predictive.GaussianPredictive(mean, diagonal_matrix(variance))
 
 
 @jax.tree_util.register_dataclass
@@ -66,18 +61,17 @@ class HeteroscedasticGaussian:
 class Categorical:
     """y in {0, ..., C-1} with p(y | f) = softmax(f)_y, f the (C,) logits.
 
-    Args:
-      num_points: points of the cubature over the logits (see `moment_jax.objectives.cubature`), rounded
-        up to a power of two. None for 128. Four times as many points cut the error by more than half.
+    The points of the cubature over the logits (see `class_probabilities`) are rounded up to a power of
+    two; None for 128. Four times as many cut the error by more than half.
     """
 
     num_points: int | None = dataclasses.field(default=None, metadata={"static": True})
 
-    def __call__(self, moments: Moments) -> CategoricalPredictive:
+    def __call__(self, moments: Moments) -> predictive.CategoricalPredictive:
         """The predictive probabilities E[softmax(f)], and their uncertainty."""
         known = moments.variance if moments.cov.entrywise else moments.features
         found = probabilities_with_uncertainty(moments.mean, known, num_points=self.num_points)
-        return CategoricalPredictive(*found)
+        return predictive.CategoricalPredictive(*found)
 
 
 @jax.tree_util.register_dataclass
@@ -85,11 +79,11 @@ class Categorical:
 class Bernoulli:
     """y_d = 1 with probability sigmoid(f_d), else 0, independently; f has one logit per entry of y."""
 
-    def __call__(self, moments: Moments) -> BernoulliPredictive:
+    def __call__(self, moments: Moments) -> predictive.BernoulliPredictive:
         """The predictive probabilities E[sigmoid(f)], and their uncertainty, entry by entry."""
         mean, variance = moments.mean, moments.variance
         yes, no = (expected(jax.nn.sigmoid, m, variance) for m in (mean, -mean))
-        return BernoulliPredictive(yes, no, expected(_entropy_of_logit, mean, variance))
+        return predictive.BernoulliPredictive(yes, no, expected(_entropy_of_logit, mean, variance))
 
 
 def _entropy_of_logit(logit: Array) -> Array:
@@ -125,13 +119,6 @@ def noise_like(noise: Array, mean: Array) -> Array:
     return jnp.broadcast_to(vector_variance(noise), mean.shape)
 
 
-def flat_noise(noise: Array, mean: Array) -> Array:
-    """Covariance of the noise over the flattened output, (M, M), or (M,) variances."""
-    if noise.ndim == 1:
-        return noise_like(noise, mean).reshape(-1)
-    return jnp.kron(jnp.eye(mean.size // len(noise), dtype=noise.dtype), noise)
-
-
 def bounded_exp(exponent: Array) -> Array:
     """Exp, capped at the square root of the largest number so that products do not overflow."""
     return jnp.exp(jnp.minimum(exponent, math.log(float(jnp.finfo(exponent.dtype).max)) / 2))
@@ -140,7 +127,7 @@ def bounded_exp(exponent: Array) -> Array:
 def predictive_gaussian(
     mean: Array, cov: Cov, likelihood: Gaussian | HeteroscedasticGaussian
 ) -> tuple[Array, Array]:
-    """Mean and total variance (parameters and noise) of a real-valued target.
+    """Mean and total variance (parameters and noise) of a real-valued target, both (..., D).
 
     With Gaussian noise the prediction is Gaussian. With a random noise variance exp(g) it is not, but
     these are still its exact moments: Var[y] = Var[mu] + exp(E[g] + Var[g] / 2).
@@ -151,12 +138,8 @@ def predictive_gaussian(
         mean's shape twice, or a structure.
       likelihood: the observation model.
 
-    Returns:
-      Mean and variance of the target, both (..., D).
-
     Raises:
-      ValueError: if shapes do not fit.
-      TypeError: for another likelihood.
+      ValueError: if shapes do not fit. TypeError: for another likelihood.
 
     Source: Transformer derivation, Eq. 1.
     """

@@ -1,39 +1,28 @@
 """E[log p(y | f)], the data term of the ELBO; log E[p(y | f)], the score of a prediction; the ELBO."""
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
 
+from moment_jax import linalg
 from moment_jax.covariance.fields import check_array, known_values
 from moment_jax.covariance.numerics import vector_cov
 from moment_jax.expectations.quadrature import expected
 from moment_jax.expectations.softmax import logsumexp_mean
-from moment_jax.linalg import inverse_root
-from moment_jax.objectives import checks, cubature, likelihoods
+from moment_jax.objectives import checks, cubature, likelihoods, predictive
 from moment_jax.objectives.checks import Cov, variances
-from moment_jax.objectives.likelihoods import (
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    HeteroscedasticGaussian,
-    Likelihood,
-    bounded_exp,
-)
-from moment_jax.xla import diagonal_of
+from moment_jax.objectives.likelihoods import Likelihood
 
-_NAME, _MARGINAL = "expected_log_likelihood", "log_marginal"
+_NAME, _MARGINAL = "expected_log_likelihood", "log_marginal"  # for messages
 
 
 def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, cov: Cov) -> Array:
-    """E[log p(target | f)] for a Gaussian output f ~ N(mean, cov), in nats.
+    """E[log p(target | f)] for a Gaussian output f ~ N(mean, cov), in nats: the data term of the ELBO.
 
-    By Jensen's inequality it is never above `log_marginal`, log E[p(target | f)]. This is the data term
-    of the ELBO; `log_marginal` scores predictions.
+    By Jensen's inequality it is never above `log_marginal`, log E[p(target | f)], the score.
 
     Gaussian: closed form, log N(y; mean, N) - tr(N^-1 cov) / 2. Covariances between outputs
     matter only where the noise N is correlated.
@@ -68,28 +57,27 @@ def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, 
         such as `Diagonal` or `Full`; of a vector (D,), the structure of one token.
 
     Returns:
-      A scalar: the sum over the features (and tokens) of one example. NaN in compiled code where a
-      target is out of range.
+      A scalar, the sum over features and tokens. NaN in compiled code where a target is out of range.
 
     Raises:
-      ValueError: if shapes do not fit, or a known target is out of range.
-      TypeError: if the likelihood or the covariance is of another type, or mean or cov is not floating.
+      ValueError: if shapes do not fit, or a known target is out of range. TypeError: if the likelihood
+        or the covariance is of another type, or mean or cov is not floating.
 
     Source: Transformer derivation, Eq. 5, 6 and 13 (with observation noise, and with the trace term of
     the expected logarithm).
     """
-    if isinstance(likelihood, Gaussian):
+    if isinstance(likelihood, likelihoods.Gaussian):
         return _gaussian(likelihood, jnp.asarray(target), mean, cov)
-    if isinstance(likelihood, HeteroscedasticGaussian):
+    if isinstance(likelihood, likelihoods.HeteroscedasticGaussian):
         return _heteroscedastic(jnp.asarray(target), mean, cov)
-    if isinstance(likelihood, Categorical):
+    if isinstance(likelihood, likelihoods.Categorical):
         logits_cov = checks.check_one(_NAME, mean, cov)
         label = checks.labels_of(_NAME, target, mean)
         num_points = cubature.count_points(likelihood.num_points)
         mean, logits_cov = cubature.wide(mean, logits_cov)
         relative = mean - checks.of_label(mean, label)  # avoids cancellation between large numbers
         return -cubature.expected_logsumexp(relative, logits_cov, num_points)
-    if isinstance(likelihood, Bernoulli):
+    if isinstance(likelihood, likelihoods.Bernoulli):
         return _bernoulli(target, mean, cov)
     raise TypeError(
         f"`{_NAME}` needs Gaussian, HeteroscedasticGaussian, Bernoulli or Categorical. Got "
@@ -97,28 +85,17 @@ def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, 
     )
 
 
-def _gaussian(likelihood: Gaussian, target: Array, mean: Array, cov: Cov) -> Array:
+def _gaussian(likelihood: likelihoods.Gaussian, target: Array, mean: Array, cov: Cov) -> Array:
     checks.check_output(_NAME, target, mean, cov)
     noise = likelihoods.noise_array(_NAME, likelihood, mean)
     residual = target - mean
     if noise.ndim == 1:
         noise = likelihoods.noise_like(noise, mean)
         spread = jnp.sum(variances(mean, cov) / noise)
-        return _log_normal(residual.reshape(-1), noise.reshape(-1)) - spread / 2
-    tokens = jax.vmap(_log_normal, (0, None))(jnp.atleast_2d(residual), noise)
-    spread = jnp.einsum("tde,de->", checks.token_blocks(mean, cov), jnp.linalg.inv(noise))
-    return jnp.sum(tokens) - spread / 2
-
-
-def _log_normal(residual: Array, cov: Array) -> Array:
-    """Log N(residual; 0, cov) of a vector (M,), with variances (M,) or a covariance (M, M)."""
-    if cov.ndim == 1:
-        log_det, quadratic = jnp.sum(jnp.log(cov)), jnp.sum(residual**2 / cov)
-    else:
-        root = inverse_root(cov)
-        log_det = -2 * jnp.sum(jnp.log(diagonal_of(root)))
-        quadratic = jnp.sum((root @ residual) ** 2)
-    return -0.5 * (residual.size * math.log(2 * math.pi) + log_det + quadratic)
+        return predictive.log_normal(residual.reshape(-1), noise.reshape(-1)) - spread / 2
+    tokens = jax.vmap(predictive.log_normal, (0, None))(jnp.atleast_2d(residual), noise)
+    root, blocks = linalg.inverse_root(noise), checks.token_blocks(mean, cov)
+    return jnp.sum(tokens) - jnp.einsum("tde,de->", blocks, linalg.dot(root.T, root)) / 2
 
 
 def _heteroscedastic(target: Array, mean: Array, cov: Cov) -> Array:
@@ -133,7 +110,7 @@ def _heteroscedastic(target: Array, mean: Array, cov: Cov) -> Array:
     checks.check_cov(_NAME, tuple(mean.shape), cov)
     variance = variances(mean, cov)
     cross = jnp.diagonal(checks.token_blocks(mean, cov)[0], size)
-    precision = bounded_exp(-mean[size:] + variance[size:] / 2)
+    precision = likelihoods.bounded_exp(-mean[size:] + variance[size:] / 2)
     quadratic = precision * ((target - mean[:size] + cross) ** 2 + variance[:size])
     return -0.5 * jnp.sum(math.log(2 * math.pi) + mean[size:] + quadratic)
 
@@ -155,10 +132,8 @@ def _bernoulli(target: Array, mean: Array, cov: Cov) -> Array:
 def expected_log_likelihood_bound(target: Array | int, mean: Array, cov: Array) -> Array:
     """A lower bound on E[log softmax(f)_target], f ~ N(mean, cov), in nats.
 
-    With it the ELBO remains a bound on the evidence. It is loose: below the expectation by 0.0005, 0.07,
-    0.8 and 4 nats at logit sds of 0.3, 1, 2 and 3, for ten classes (see `expected_log_likelihood` for
-    the errors of its cubature). It needs only a few products of the covariance with a vector, so use
-    it where there are too many classes for the cubature.
+    With it the ELBO remains a bound on the evidence. It is loose (see `expected_log_likelihood`), but
+    takes a few products of the covariance with a vector: for more classes than the cubature can.
 
     Arguments, result and errors are those of `expected_log_likelihood` with `Categorical`.
 
@@ -174,9 +149,8 @@ def expected_log_likelihood_bound(target: Array | int, mean: Array, cov: Array) 
 def log_marginal(likelihood: Likelihood, target: Array, mean: Array, cov: Cov) -> Array:
     """Log E[p(target | f)] for a Gaussian output f ~ N(mean, cov), in nats.
 
-    This is the logarithm of the posterior predictive (Eq. 1), never below `expected_log_likelihood`
-    (Jensen). Use it to score predictions. As the data term of a variational objective (Eq. 13) it gives
-    no bound on the evidence.
+    The logarithm of the posterior predictive (Eq. 1), which scores predictions. As the data term of a
+    variational objective (Eq. 13) it gives no bound on the evidence.
 
     Gaussian: log N(target; mean, cov + noise), by Cholesky. Eq. 13 as printed leaves out the noise; the
     propagated covariance alone may be singular.
@@ -189,9 +163,18 @@ def log_marginal(likelihood: Likelihood, target: Array, mean: Array, cov: Cov) -
 
     Source: Transformer derivation, Eq. 1 and 13.
     """
-    if isinstance(likelihood, Gaussian):
-        return _gaussian_marginal(likelihood, jnp.asarray(target), mean, cov)
-    if isinstance(likelihood, Categorical):
+    if isinstance(likelihood, likelihoods.Gaussian):
+        target = jnp.asarray(target)
+        checks.check_output(_MARGINAL, target, mean, cov)
+        noise = likelihoods.noise_array(_MARGINAL, likelihood, mean)
+        spread, residual = checks.flat_cov(mean, cov), (target - mean).reshape(-1)
+        if noise.ndim == spread.ndim == 1:
+            noise = likelihoods.noise_like(noise, mean).reshape(-1)
+            return predictive.log_normal(residual, spread + noise)
+        each = jnp.eye(mean.size // len(noise), dtype=noise.dtype)  # tokens have independent noise
+        noise = jnp.kron(each, vector_cov(noise))
+        return predictive.log_normal(residual, vector_cov(spread) + noise)
+    if isinstance(likelihood, likelihoods.Categorical):
         logits_cov = checks.check_one(_MARGINAL, mean, cov)
         label = checks.labels_of(_MARGINAL, target, mean)
         num_points = cubature.count_points(likelihood.num_points)
@@ -204,22 +187,10 @@ def log_marginal(likelihood: Likelihood, target: Array, mean: Array, cov: Cov) -
     )
 
 
-def _gaussian_marginal(likelihood: Gaussian, target: Array, mean: Array, cov: Cov) -> Array:
-    checks.check_output(_MARGINAL, target, mean, cov)
-    noise = likelihoods.noise_array(_MARGINAL, likelihood, mean)
-    spread, noise = checks.flat_cov(mean, cov), likelihoods.flat_noise(noise, mean)
-    if spread.ndim != noise.ndim:
-        spread, noise = vector_cov(spread), vector_cov(noise)
-    return _log_normal((target - mean).reshape(-1), spread + noise)
-
-
 def elbo(
-    expected_log_likelihoods: Array,
-    kl: Array | float,
-    *,
-    dataset_size: int,
+    expected_log_likelihoods: Array, kl: Array | float, *, dataset_size: int,
     kl_weight: Array | float = 1.0,
-) -> Array:
+) -> Array:  # fmt: skip
     """The ELBO of the whole data set, |D|/N sum_n E_q[log p(y_n | f_n)] - kl_weight KL, in nats.
 
     Its average over all mini-batches of equal size is the full ELBO. As printed, Eq. 6 and 13 count the
@@ -227,18 +198,16 @@ def elbo(
     `dataset_size` for the ELBO per example, which is of order one.
 
     Args:
-      expected_log_likelihoods: (N,), one per example of the mini-batch.
+      expected_log_likelihoods: (N,), one per example of the mini-batch, N at least 1.
       kl: KL(q || p) of all parameters, a scalar.
-      dataset_size: |D|, the number of examples in the data set.
-      kl_weight: 1 for the bound itself; below 1 for warm-up (`kl_warmup`) or a cold posterior.
+      dataset_size: |D|, the number of examples in the data set, at least N.
+      kl_weight: 1 for the bound itself; below 1 for warm-up (`kl_warmup`) or a cold posterior, a scalar.
 
     Raises:
-      ValueError: if `expected_log_likelihoods` is not a non-empty vector, dataset_size is smaller than
-        the mini-batch, kl or kl_weight is not a scalar, or a known kl_weight is negative.
+      ValueError: if an argument is not so, or a known kl_weight is negative.
 
     Source: Transformer derivation, Eq. 5, 6 and 13.
 
-    >>> import jax.numpy as jnp
     >>> float(elbo(jnp.array([-1.0, -3.0]), 5.0, dataset_size=10))
     -25.0
     """
@@ -248,10 +217,6 @@ def elbo(
         raise ValueError(
             "`elbo` needs expected_log_likelihoods of shape (N,), one per example. Got "
             f"{shape}. Use jax.vmap(expected_log_likelihood) for a batch."
-        )
-    if dataset_size < 1:
-        raise ValueError(
-            f"`elbo` needs dataset_size >= 1, the examples in the data set. Got {dataset_size}."
         )
     if dataset_size < shape[0]:
         raise ValueError(
@@ -272,22 +237,14 @@ def check_weight(name: str, argument: str, value: Array | float) -> None:
     """Raise if a weight is known and negative."""
     known = known_values(value)
     if known is not None and (known < 0).any():
-        raise ValueError(
-            f"`{name}` needs {argument} >= 0. Got {known}. Use 1 for the ELBO, or less "
-            "for a cold posterior."
-        )
+        less = "Use 1 for the ELBO, or less for a cold posterior."
+        raise ValueError(f"`{name}` needs {argument} >= 0. Got {known}. {less}")
 
 
 def kl_warmup(step: Array | int, num_steps: int, final: float = 1.0) -> Array:
-    """Weight of the KL at a step: rises linearly from 0 to `final` in `num_steps` steps.
+    """Weight of the KL after `step` updates: rises linearly from 0 to `final` in `num_steps`.
 
-    Args:
-      step: the number of updates made so far.
-      num_steps: the length of the warm-up; 0 for none.
-      final: the weight afterwards.
-
-    Raises:
-      ValueError: if num_steps or final is negative.
+    With `num_steps` 0 it is `final` at once. ValueError if num_steps or final is negative.
     """
     if num_steps < 0:
         raise ValueError(f"`kl_warmup` needs num_steps >= 0. Got {num_steps}.")
@@ -295,38 +252,3 @@ def kl_warmup(step: Array | int, num_steps: int, final: float = 1.0) -> Array:
     if num_steps == 0:
         return jnp.asarray(final)
     return jnp.asarray(optax.linear_schedule(0.0, final, num_steps)(step))
-
-
-def monte_carlo_expected_log_likelihood(
-    log_likelihood_fn: Callable[[Any], Array],
-    posterior_sampler: Callable[[Array], Any],
-    key: Array,
-    num_samples: int,
-    *,
-    batch_size: int = 16,
-) -> tuple[Array, Array]:
-    """1/M sum_m log p(y | X, w_m), w_m ~ q, and its standard error.
-
-    Args:
-      log_likelihood_fn: sampled parameters -> log-likelihood, a scalar or an array such as (N,).
-      posterior_sampler: key -> parameters drawn from the posterior.
-      key: a JAX random key.
-      num_samples: M, at least 2.
-      batch_size: draws evaluated at once; larger is faster but needs more memory.
-
-    Returns:
-      Mean and standard error (sample sd over sqrt(M)), each of the shape of the log-likelihood.
-
-    Raises:
-      ValueError: if num_samples is below 2.
-
-    Source: Transformer derivation, Eq. 7.
-    """
-    if num_samples < 2:
-        raise ValueError(
-            "`monte_carlo_expected_log_likelihood` needs num_samples >= 2 for a standard error. "
-            f"Got {num_samples}."
-        )
-    keys, size = jax.random.split(key, num_samples), min(batch_size, num_samples)
-    values = jax.lax.map(lambda k: log_likelihood_fn(posterior_sampler(k)), keys, batch_size=size)
-    return jnp.mean(values, axis=0), jnp.std(values, axis=0, ddof=1) / num_samples**0.5

@@ -6,217 +6,30 @@ NaN, as they are of a NaN prediction.
 """
 
 import dataclasses
-from functools import partial
-from typing import NamedTuple
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.scipy import stats
+from jax.scipy import special, stats
 
 from moment_jax.covariance.fields import check_array
 from moment_jax.covariance.numerics import safe_sqrt
-from moment_jax.expectations.quadrature import expected
-from moment_jax.objectives import cubature
-from moment_jax.objectives.checks import (
-    Cov,
-    check_cov,
-    labels_of,
-    logits_cov,
-    of_label,
-    over_batch,
-    variances,
-)
-from moment_jax.objectives.cubature import Pair, count_points, wide
+from moment_jax.linalg import inverse_root
+from moment_jax.objectives.checks import labels_of, of_label, over_batch
+from moment_jax.objectives.cubature import TokenUncertainty, wide
 from moment_jax.xla import diagonal_of
-
-
-def log_class_probabilities(mean: Array, cov: Cov, *, num_points: int | None = None) -> Array:
-    """Log E[softmax(f)], f ~ N(mean, cov): `class_probabilities` without underflow.
-
-    It is -inf, with derivatives of zero, exactly where the mean is -inf.
-    """
-    spread = logits_cov("class_probabilities", mean, cov)
-    count = count_points(num_points, default=512)
-    known = cubature.wide(mean, spread)
-    return over_batch(lambda m, c: cubature.log_expected_softmax(m, c, count), *known)
-
-
-def class_probabilities(mean: Array, cov: Cov, *, num_points: int | None = None) -> Array:
-    """Predictive class probabilities E[softmax(f)], f ~ N(mean, cov), by a deterministic cubature.
-
-    They are nonnegative, sum to one, and have finite derivatives at any covariance, including singular
-    and zero ones. The table has the loss in negative log-likelihood, KL(exact || this) in nats, over 180
-    problems with 10 classes (mean logits of sd 1.5 or 4; noise independent, of full rank, or of rank 3),
-    against 524,288 scrambled Sobol points, and that of closed forms:
-
-    ======================================  ======  ======  ======  ======  ======
-    sd of the logits                        0.3     1       2       3       5
-    ======================================  ======  ======  ======  ======  ======
-    512 points (the default)                1e-8    1e-5    1e-4    4e-4    8e-4
-    128 points                              6e-8    4e-5    7e-4    2e-3    5e-3
-    tilted fixed point                      6e-7    2e-3    0.08    0.6     2.4
-    softmax(m_i / sqrt(1 + pi/8 v_i))       7e-4    0.03    0.09    0.15    0.18
-    pairwise logistic, normalised           3e-4    0.015   0.05    0.10    0.13
-    ======================================  ======  ======  ======  ======  ======
-
-    With 300 classes, 512 points lose 3e-4, 0.004 and 0.014 at sd 1, 2 and 3.
-    Small probabilities in the tail are the least accurate: few points cover the rare draws of the logits
-    that such a class needs.
-
-    Args:
-      mean: (..., C) mean logits; -inf for an impossible class, which gets exactly 0.
-      cov: their variances (..., C), or covariances (..., C, C), positive semidefinite and finite; or a
-        structure, of which each token's own covariance counts.
-      num_points: points of the cubature, rounded up to a power of two.
-
-    Returns:
-      (..., C) probabilities.
-
-    Raises:
-      ValueError: if shapes do not fit. TypeError: if mean or cov is not floating.
-
-    >>> print(class_probabilities(jnp.eye(3), jnp.ones((3, 3))).round(2))
-    [[0.52 0.24 0.24]
-     [0.24 0.52 0.24]
-     [0.24 0.24 0.52]]
-
-    Source: Transformer derivation, Eq. 1.
-    """
-    return jnp.exp(log_class_probabilities(mean, cov, num_points=num_points))
-
-
-class TokenUncertainty(NamedTuple):
-    """Entropies of a prediction in nats, from 0 to log C; total = aleatoric + epistemic."""
-
-    total: Array  # H[E softmax(f)], of the predictive distribution
-    aleatoric: Array  # E[H[softmax(f)]], what would remain if the weights were known
-    epistemic: Array  # the mutual information of the class and the weights
-
-
-def token_uncertainty(mean: Array, cov: Cov, *, num_points: int | None = None) -> TokenUncertainty:
-    """Total, aleatoric and epistemic uncertainty of a class (a token) with random logits.
-
-    All three are averages over the cubature points of `class_probabilities`. So the epistemic part, the
-    mean of KL(softmax(f_k) || E[softmax(f)]) over the points, is never negative, and exactly zero at
-    zero covariance. Derivatives follow Price's theorem over the points and are finite at any covariance.
-
-    Arguments and errors are those of `class_probabilities`, the results of shape (...). If all mean
-    logits are -inf, all parts are zero.
-
-    >>> import jax.numpy as jnp
-    >>> parts = token_uncertainty(jnp.zeros(2), jnp.zeros(2))
-    >>> round(float(parts.total), 4), float(parts.epistemic)
-    (0.6931, 0.0)
-    """
-    return probabilities_with_uncertainty(mean, cov, num_points=num_points)[1]
-
-
-def probabilities_with_uncertainty(
-    mean: Array, cov: Cov, *, num_points: int | None = None
-) -> tuple[Array, TokenUncertainty]:
-    """`log_class_probabilities` (..., C) and `token_uncertainty`, in one pass over the points."""
-    spread = logits_cov("token_uncertainty", mean, cov)
-    count = count_points(num_points, default=512)
-    known = cubature.wide(mean, spread)
-    log_probs, aleatoric, epistemic = over_batch(lambda m, c: _parts(m, c, count), *known)
-    return log_probs, TokenUncertainty(aleatoric + epistemic, aleatoric, epistemic)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _parts(mean: Array, cov: Array, num_points: int) -> tuple[Array, Array, Array]:
-    """Log E[softmax], E[H[softmax]] and E[KL(softmax || E[softmax])]."""
-    log_weights = cubature.log_softmax_rows(cubature.gaussian_points(mean, cov, num_points))
-    log_probs = cubature.log_mean_exp(log_weights)
-    divergence = jnp.sum(_divergence_terms(log_weights, log_probs[None, :]), axis=1)
-    return log_probs, jnp.mean(_entropy(log_weights)), jnp.mean(divergence)
-
-
-@_parts.defjvp
-def _parts_jvp(
-    num_points: int, primals: Pair, tangents: Pair
-) -> tuple[tuple[Array, Array, Array], tuple[Array, Array, Array]]:
-    """Price's theorem, dE[g]/dmean = E[g'] and dE[g]/dcov = E[g'']/2, for g = H[softmax(f)].
-
-    With p = softmax(f) and d = log p + H: g' = -p d, g'' = p p^T (1 + d_i + d_j) - diag(p (1 + d)).
-    """
-    value = _parts(*primals, num_points)
-    log_weights = cubature.log_softmax_rows(cubature.gaussian_points(*primals, num_points))
-    weights = jnp.exp(log_weights)
-    mean_dot, cov_dot = tangents
-    deviation = _finite(log_weights) + _entropy(log_weights)[:, None]
-    diagonal, pulled = cubature.curvature_terms(weights, cov_dot)
-    slope = -(weights * deviation) @ mean_dot
-    curved = (weights * (1 + deviation)) @ diagonal
-    paired = jnp.sum(pulled * weights * (1 + 2 * deviation), axis=1)
-    aleatoric_dot = jnp.mean(slope + (paired - curved) / 2)
-
-    log_probs, log_probs_dot = jax.jvp(
-        lambda mean, cov: cubature.log_expected_softmax(mean, cov, num_points), primals, tangents
-    )
-    surprise = jnp.exp(log_probs) * (1 + _finite(log_probs))
-    total_dot = -jnp.sum(surprise * log_probs_dot)
-    return value, (log_probs_dot, aleatoric_dot, total_dot - aleatoric_dot)
-
-
-def _entropy(log_weights: Array) -> Array:
-    """-sum p log p of every row, with 0 log 0 = 0."""
-    return -jnp.sum(jnp.exp(log_weights) * _finite(log_weights), axis=1)
-
-
-def _finite(logarithm: Array) -> Array:
-    """The log of a probability, with 0 in place of -inf."""
-    return jnp.where(logarithm > -jnp.inf, logarithm, 0)
-
-
-def _divergence_terms(log_p: Array, log_q: Array) -> Array:
-    """Elementwise p log(p / q) - p + q: its sum is KL(p || q), and every term is nonnegative.
-
-    Rounding errors are of order eps |log(p / q)| and not eps, so small divergences are accurate.
-    """
-    both = (log_p > -jnp.inf) & (log_q > -jnp.inf)
-    ratio = jnp.where(both, log_p - jnp.where(both, log_q, 0), 0)
-    gap = jnp.abs(ratio)
-    above = jnp.exp(log_p) * (gap + jnp.expm1(-gap))
-    below = -jnp.exp(log_q) * (jnp.expm1(-gap) + gap * jnp.exp(-gap))
-    return jnp.maximum(jnp.where(ratio >= 0, above, below), 0)
-
-
-def bernoulli_probabilities(mean: Array, cov: Cov) -> Array:
-    """Predictive probabilities E[sigmoid(f)], f ~ N(mean, variance), elementwise.
-
-    Uses a quadrature with 20 nodes. Largest error over all means: 5e-6, 2e-4 and 1e-3 at a variance of
-    4, 9 and 16. Derivatives follow Price's theorem.
-
-    Args:
-      mean: logits, any shape.
-      cov: their variances, the same shape, or a structure.
-
-    Raises:
-      ValueError: if shapes do not fit.
-
-    Source: Transformer derivation, Eq. 1.
-    """
-    check_array("bernoulli_probabilities", mean)
-    check_cov("bernoulli_probabilities", tuple(mean.shape), cov, (tuple(mean.shape),))
-    return expected(jax.nn.sigmoid, mean, variances(mean, cov))
-
-
-# -- what a likelihood makes of an output's moments ----------------------------------------------------
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CategoricalPredictive:
-    """A class of C, with the log of its predictive probabilities.
+    """A class of C, with the log of its predictive probabilities."""
 
-    Args:
-      log_probs: (..., C).
-      uncertainty: entropies in nats, (...) each.
-    """
-
-    log_probs: Array
-    uncertainty: TokenUncertainty
+    log_probs: Array  # (..., C)
+    uncertainty: TokenUncertainty  # entropies in nats, (...) each
 
     @property
     def probs(self) -> Array:
@@ -256,17 +69,11 @@ class CategoricalPredictive:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BernoulliPredictive:
-    """Binary targets y_d, taken one by one.
+    """Binary targets y_d, taken one by one."""
 
-    Args:
-      probs: the predictive probabilities of y_d = 1, (..., D).
-      complement: those of y_d = 0, which keep their digits near zero.
-      aleatoric: the expected entropy, nats: what would remain if the weights were known.
-    """
-
-    probs: Array
-    complement: Array
-    aleatoric: Array
+    probs: Array  # the predictive probabilities of y_d = 1, (..., D)
+    complement: Array  # those of y_d = 0, which keep their digits near zero
+    aleatoric: Array  # the expected entropy, nats: what would remain if the weights were known
 
     @property
     def label(self) -> Array:
@@ -276,7 +83,7 @@ class BernoulliPredictive:
     @property
     def entropy(self) -> Array:
         """The entropy of each prediction, nats."""
-        yes, no = (jax.scipy.special.xlogy(p, p) for p in (self.probs, self.complement))
+        yes, no = (special.xlogy(p, p) for p in (self.probs, self.complement))
         return -(yes + no)
 
     @property
@@ -286,7 +93,7 @@ class BernoulliPredictive:
 
     def log_prob(self, y: Array) -> Array:
         """Log probability of targets y (..., D), from 0 to 1, summed over the last axis."""
-        y, xlogy = _fitting(y, self.probs), jax.scipy.special.xlogy
+        y, xlogy = _fitting(y, self.probs), special.xlogy
         return jnp.sum(xlogy(y, self.probs) + xlogy(1 - y, self.complement), axis=-1)
 
     def sample(self, key: Array) -> Array:
@@ -297,15 +104,10 @@ class BernoulliPredictive:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GaussianPredictive:
-    """Real targets y ~ N(mean, cov), noise included.
+    """Real targets y ~ N(mean, cov), noise included."""
 
-    Args:
-      mean: (..., D).
-      cov: covariance of the last axis, (..., D, D).
-    """
-
-    mean: Array
-    cov: Array
+    mean: Array  # (..., D)
+    cov: Array  # of the last axis, (..., D, D)
 
     @property
     def variance(self) -> Array:
@@ -329,12 +131,75 @@ class GaussianPredictive:
 
     def log_prob(self, y: Array) -> Array:
         """Log density of targets y (..., D), jointly over the last axis, (...), in nats."""
-        y = _fitting(y, self.mean)
-        return jnp.asarray(stats.multivariate_normal.logpdf(y, self.mean, self.cov))
+        return over_batch(log_normal, _fitting(y, self.mean) - self.mean, self.cov)
 
     def sample(self, key: Array) -> Array:
         """One draw of each target, (..., D)."""
         return jax.random.multivariate_normal(key, self.mean, self.cov, method="svd")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MixturePredictive(GaussianPredictive):
+    """Real targets, an equal mixture of K Gaussian predictions; `cov` is within and between them."""
+
+    parts: GaussianPredictive  # stacked: means (K, ..., D), covariances (K, ..., D, D)
+
+    def quantile(self, p: Array | float) -> Array:
+        """The p-quantile of each target, (..., D), by bisection between those of the parts."""
+        each, mean, sd = self.parts.quantile(p), self.parts.mean, self.parts.sd
+
+        def halved(_: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
+            middle = (ends[0] + ends[1]) / 2
+            below = stats.norm.cdf(middle[None], mean, sd).mean(axis=0) < p
+            return jnp.where(below, middle, ends[0]), jnp.where(below, ends[1], middle)
+
+        low, high = jax.lax.fori_loop(0, 40, halved, (each.min(axis=0), each.max(axis=0)))
+        return (low + high) / 2
+
+    def log_prob(self, y: Array) -> Array:
+        """Log density of targets y (..., D), jointly over the last axis, (...), in nats."""
+        each = jax.vmap(lambda part: part.log_prob(y))(self.parts)
+        return special.logsumexp(each, axis=0) - jnp.log(len(each))
+
+    def sample(self, key: Array) -> Array:
+        """One draw of each target, (..., D), of the same part for all."""
+        of_part, of_target = jax.random.split(key)
+        part = jax.random.randint(of_part, (), 0, len(self.parts.mean))
+        chosen: GaussianPredictive = jax.tree.map(lambda x: x[part], self.parts)
+        return chosen.sample(of_target)
+
+
+def averaged(predictions: Sequence[Any]) -> Any:
+    """The equal mixture of predictive distributions of one kind and shape.
+
+    Of classes it is one of their kind again: probabilities are averaged, and what the parts disagree on
+    is `epistemic`. Of real values it is a `MixturePredictive`.
+    """
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *predictions)
+    if isinstance(stacked, GaussianPredictive):
+        mean = stacked.mean.mean(axis=0)
+        apart = stacked.mean - mean[None]
+        between = apart[..., :, None] * apart[..., None, :]
+        return MixturePredictive(mean, jnp.mean(stacked.cov + between, axis=0), stacked)
+    if isinstance(stacked, BernoulliPredictive):
+        return jax.tree.map(lambda x: x.mean(axis=0), stacked)
+    logs = special.logsumexp(stacked.log_probs, axis=0) - jnp.log(len(predictions))
+    total = -jnp.sum(jnp.exp(logs) * jnp.where(jnp.isfinite(logs), logs, 0), axis=-1)
+    aleatoric = stacked.uncertainty.aleatoric.mean(axis=0)
+    parts = TokenUncertainty(total, aleatoric, jnp.maximum(total - aleatoric, 0))
+    return CategoricalPredictive(logs, parts)
+
+
+def log_normal(residual: Array, cov: Array) -> Array:
+    """Log N(residual; 0, cov) of a vector (M,), with variances (M,) or a covariance (M, M)."""
+    if cov.ndim == 1:
+        log_det, quadratic = jnp.sum(jnp.log(cov)), jnp.sum(residual**2 / cov)
+    else:
+        root = inverse_root(cov)
+        log_det = -2 * jnp.sum(jnp.log(diagonal_of(root)))
+        quadratic = jnp.sum((root @ residual) ** 2)
+    return -0.5 * (residual.size * math.log(2 * math.pi) + log_det + quadratic)
 
 
 def _fitting(y: Array, like: Array) -> Array:
@@ -354,16 +219,11 @@ def _fitting(y: Array, like: Array) -> Array:
 
 
 def negative_log_likelihood(probabilities: Array, labels: Array) -> Array:
-    """Mean of -log p(label) over the examples, in nats.
+    """Mean of -log p(label) in nats over N examples, of probabilities (N, C) and integer labels (N,).
 
-    Args:
-      probabilities: (N, C), rows sum to one. Clipped at the smallest normal number, so that a label of
-        probability zero costs 87 nats in float32 instead of infinity.
-      labels: (N,) integers in 0 .. C-1.
-
-    Raises:
-      ValueError: if shapes do not fit, there is no example, or a known label is out of range; likewise
-        in the metrics below. TypeError: if the probabilities are not floating-point numbers.
+    Probabilities are clipped at the smallest normal number: a label of probability zero costs 87 nats in
+    float32 instead of infinity. Like the metrics below it raises a ValueError if shapes do not fit,
+    there is no example, or a known label is out of range, TypeError if probabilities are not floating.
     """
     labels = _checked_labels("negative_log_likelihood", probabilities, labels)
     chosen = over_batch(of_label, jnp.asarray(probabilities), labels)
@@ -378,8 +238,7 @@ def accuracy(probabilities: Array, labels: Array) -> Array:
 def expected_calibration_error(probabilities: Array, labels: Array, num_bins: int = 15) -> Array:
     """Mean over the examples of |confidence - accuracy|, both the averages of an example's bin.
 
-    Confidence is the probability of the most probable class. The bins ((b-1) / num_bins, b / num_bins]
-    have equal width.
+    Confidence is the probability of the most probable class, bins are ((b-1) / num_bins, b / num_bins].
     """
     hits = _hits("expected_calibration_error", probabilities, labels)
     if num_bins < 1:

@@ -1,4 +1,4 @@
-"""The ELBO, its sampled data term, and the tilted bound for classes."""
+"""The ELBO, and the tilted bound for classes."""
 
 from functools import partial
 
@@ -16,7 +16,6 @@ from moment_jax.objectives import (
     expected_log_likelihood,
     expected_log_likelihood_bound,
     kl_warmup,
-    monte_carlo_expected_log_likelihood,
 )
 
 
@@ -55,33 +54,6 @@ def test_kl_warmup_weighs_the_elbo_in_its_own_type():
         assert out.dtype == np.float32
         np.testing.assert_allclose([found, out], [weight, 100 - weight * 3], rtol=1e-6)
     np.testing.assert_allclose(kl_warmup(0, 0, 0.8), 0.8)
-
-
-def test_monte_carlo_estimate():
-    """Linear regression, every example's expected log-likelihood; batches of draws change nothing."""
-    rng = np.random.default_rng(1)
-    inputs, targets = rng.normal(size=(5, 3)), rng.normal(size=5)
-    mean, root = rng.normal(size=3), 0.3 * rng.normal(size=(3, 3))
-
-    def log_likelihood(weights):
-        return jax.scipy.stats.norm.logpdf(targets, inputs @ weights, 0.7)
-
-    def sampler(key):
-        return mean + root @ jax.random.normal(key, (3,))
-
-    @jax.jit
-    def estimates(key):
-        estimate = partial(monte_carlo_expected_log_likelihood, log_likelihood, sampler, key)
-        few = [jnp.stack(estimate(10, batch_size=size)) for size in (3, 64)]
-        return estimate(4000), few
-
-    (value, error), few = estimates(jax.random.key(0))
-    assert value.shape == error.shape == (5,)
-    f = (inputs @ mean)[:, None], np.sum((inputs @ root) ** 2, axis=1)[:, None]
-    score = jax.jit(jax.vmap(expected_log_likelihood, in_axes=(None, 0, 0, 0)))
-    exact = score(Gaussian(0.49), targets[:, None], *f)
-    assert np.all(np.abs(value - exact) < 4.5 * error)
-    np.testing.assert_allclose(*few, atol=1e-12)
 
 
 # -- the tilted bound ---------------------------------------------------------------------------------

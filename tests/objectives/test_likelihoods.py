@@ -17,7 +17,6 @@ from moment_jax.objectives import (
     Categorical,
     Gaussian,
     HeteroscedasticGaussian,
-    bernoulli_probabilities,
     class_probabilities,
     log_marginal,
 )
@@ -246,7 +245,7 @@ def test_log_marginal_is_finite_where_the_probability_underflows():
 LOGITS = np.linspace(-8, 8, 17)
 LOGISTIC = {
     partial(expected, jax.nn.softplus): (jax.nn.softplus, lambda f: np.logaddexp(0, f)),
-    bernoulli_probabilities: (jax.nn.sigmoid, scipy.special.expit),
+    partial(expected, jax.nn.sigmoid): (jax.nn.sigmoid, scipy.special.expit),
 }
 
 

@@ -8,11 +8,11 @@ import pytest
 import scipy.stats
 
 import moment_jax as mj
+from moment_jax.expectations.quadrature import expected
 from moment_jax.objectives import (
     Categorical,
     Gaussian,
     HeteroscedasticGaussian,
-    bernoulli_probabilities,
     class_probabilities,
     expected_log_likelihood,
     log_class_probabilities,
@@ -101,17 +101,17 @@ def test_moments_of_a_batch(structure, lead):
             (moments.features, blocks),
             (class_probabilities(mean, cov), class_probabilities(rows, blocks)),
             (token_uncertainty(mean, cov)[2], token_uncertainty(rows, blocks)[2]),
-            (bernoulli_probabilities(mean, cov), bernoulli_probabilities(rows, own)),
+            (mj.Bernoulli()(moments).probs, expected(jax.nn.sigmoid, rows, own)),
             (predictive_gaussian(mean, cov, Gaussian(0.5))[1], own + 0.5),
         ]
         if lead[-1] == 1:
             fit = jax.vmap(expected_log_likelihood, (None, 0, 0, 0))
             likelihoods = (Categorical(), jnp.arange(4) % 3), (Gaussian(0.5 * jnp.eye(3)), mean)
             pairs += [(fit(*one, mean, cov), fit(*one, mean, blocks)) for one in likelihoods]
-        return [(found.ravel(), expected.ravel()) for found, expected in pairs]
+        return [(found.ravel(), right.ravel()) for found, right in pairs]
 
-    for found, expected in both(mean, dense):
-        np.testing.assert_allclose(found, expected, atol=1e-12)
+    for found, right in both(mean, dense):
+        np.testing.assert_allclose(found, right, atol=1e-12)
 
 
 def test_gaussian_total_variance():
