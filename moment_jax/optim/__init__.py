@@ -1,14 +1,14 @@
 """Second-order and variational updates as Optax transformations, for any Flax NNX model."""
 
 from moment_jax.optim.adaptation import adapt_damping, trust_region, undo_bad_steps
-from moment_jax.optim.blocks import DiagonalFactor, EmbeddingFactor, KroneckerFactor
+from moment_jax.optim.blocks import find_blocks
 from moment_jax.optim.capture import (
-    BernoulliPrediction,
     CategoricalPrediction,
     NormalPrediction,
     Prediction,
     value_grad_and_factors,
 )
+from moment_jax.optim.curvature import DiagonalFactor, EmbeddingFactor, KroneckerFactor
 from moment_jax.optim.ivon import IvonState, ivon, ivon_beliefs, ivon_draw, scale_by_ivon
 from moment_jax.optim.natural_gradient import (
     cg_fac,
@@ -18,30 +18,10 @@ from moment_jax.optim.natural_gradient import (
     scale_by_cg_fac,
     scale_by_kfac,
 )
-from moment_jax.optim.taps import find_blocks
 
 __all__ = [
-    "BernoulliPrediction",
-    "CategoricalPrediction",
-    "DiagonalFactor",
-    "EmbeddingFactor",
-    "IvonState",
-    "KroneckerFactor",
-    "NormalPrediction",
-    "Prediction",
-    "adapt_damping",
-    "cg_fac",
-    "curvature_due",
-    "find_blocks",
-    "for_model",
-    "ivon",
-    "ivon_beliefs",
-    "ivon_draw",
-    "kfac",
-    "scale_by_cg_fac",
-    "scale_by_ivon",
-    "scale_by_kfac",
-    "trust_region",
-    "undo_bad_steps",
-    "value_grad_and_factors",
-]
+    "CategoricalPrediction", "DiagonalFactor", "EmbeddingFactor", "IvonState", "KroneckerFactor",
+    "NormalPrediction", "Prediction", "adapt_damping", "cg_fac", "curvature_due", "find_blocks",
+    "for_model", "ivon", "ivon_beliefs", "ivon_draw", "kfac", "scale_by_cg_fac", "scale_by_ivon",
+    "scale_by_kfac", "trust_region", "undo_bad_steps", "value_grad_and_factors",
+]  # fmt: skip

@@ -55,21 +55,16 @@ class AdaptDampingState(NamedTuple):
 def adapt_damping(
     inner: GradientTransformationExtraArgs, initial: float = 3e-4, rate: float = 5.0
 ) -> GradientTransformationExtraArgs:
-    """Damping that descends the next batch's loss, for a `scale_by_kfac` or `scale_by_cg_fac`.
+    """Damping that descends the next batch's loss, for a direction or a `trust_region` of it.
 
     Let x = (F + damping)^-1 grad of the new batch, and s the last step with |s|^2 = s^T (F + damping) s
     held fixed. The derivative of the new loss with respect to the damping is then proportional to
     <x, s> - <s, s> <grad, s> / (2 |s|^2): two inner products, no evaluation of the loss. The damping
     settles among the curvatures of the directions in which the loss still falls, in whatever units.
-    After a step taken back it is fourfold.
+    After a step taken back it is fourfold. An error of a factor of ten in `initial` is corrected within
+    some dozens of steps; `rate` limits a change of log damping, typical ones are a hundredth of it.
 
-    Args:
-      inner: the direction, or a `trust_region` of it.
-      initial: first value; an error of a factor of ten is corrected within some dozens of steps.
-      rate: upper limit of a change of log damping; typical changes are a hundredth of it.
-
-    Raises:
-      ValueError: if a number is negative; from update, without an `undo_bad_steps` around the chain.
+    ValueError if a number is negative; from update, without an `undo_bad_steps` around the chain.
     """
     check_range("adapt_damping", initial=initial, rate=rate)
 
@@ -101,36 +96,24 @@ class TrustRegionState(NamedTuple):
 
 
 def trust_region(
-    inner: GradientTransformationExtraArgs,
-    bound: Number | Schedule | None = None,
-    *,
-    initial: float = 1e-4,
-    rate: float = 0.5,
-    aim: float = 0.02,
-) -> GradientTransformationExtraArgs:
+    inner: GradientTransformationExtraArgs, bound: Number | Schedule | None = None, *,
+    initial: float = 1e-4, rate: float = 0.5, aim: float = 0.02,
+) -> GradientTransformationExtraArgs:  # fmt: skip
     """A bound of the step's KL divergence that grows while steps are too short, and else shrinks.
 
-    The direction x is scaled so that 1/2 x^T (F + damping) x <= bound. After a step s the new gradient
-    shows how the loss changes along it: c = <grad, s> over the norms of both in F + damping. It is -1 if
-    the step was far too short, 0 if it ended at a minimum, 1 if it was far too long. With d = c - aim
-    the bound is multiplied by exp(-rate d), or by exp(-2 rate d) where d > 0. A step taken back quarters
-    it.
+    The direction x of `inner` is scaled so that 1/2 x^T (F + damping) x <= bound, nats per example: a
+    number, a schedule, or None for a bound that adapts from `initial` on (small, since an average of few
+    batches is poor curvature). After a step s the new gradient shows how the loss changes along it:
+    c = <grad, s> over the norms of both in F + damping. It is -1 if the step was far too short, 0 if it
+    ended at a minimum, 1 if it was far too long. With d = c - aim the bound is multiplied by
+    exp(-rate d), or by exp(-2 rate d) where d > 0; to aim slightly past the minimum suits later losses
+    better. A step taken back quarters it.
 
     The gradient is of another batch, so noise that the step followed does not count in its favour. It
     counts against it: n batches drawn without replacement are anticorrelated by 1 / (n - 1), so near
     convergence gradients point back along the last steps however short these are. The bound therefore
     falls no faster than 1 / (number of steps), up to a factor of three; such step lengths have an
-    infinite sum.
-
-    Args:
-      inner: the direction, of `scale_by_kfac` or `scale_by_cg_fac`.
-      bound: a number or a schedule, nats per example, for a bound that does not adapt.
-      initial: first value, nats per example; small, since an average of few batches is poor curvature.
-      rate: see above.
-      aim: target of c, slightly past the minimum, which suits later losses better.
-
-    Raises:
-      ValueError: if a number is negative; from update, without an `undo_bad_steps` around the chain.
+    infinite sum. Errors are those of `adapt_damping`.
     """
     check_range("trust_region", bound=bound, initial=initial, rate=rate)
 
@@ -161,24 +144,6 @@ def trust_region(
     return GradientTransformationExtraArgs(init, update)
 
 
-class Losses(NamedTuple):
-    """The average of the losses so far."""
-
-    number: Array
-    average: Array
-    deviation: Array  # average distance from `average`
-
-    def followed_by(self, loss: Array, takes: Array) -> Losses:
-        """With one more loss where `takes`; the first deviation is a quarter of the loss."""
-        first = self.number == 0
-        share = jnp.where(first, 1, SHARE)
-        distance = jnp.where(first, jnp.abs(loss) / 4, jnp.abs(loss - self.average))
-        average = self.average + share * (loss - self.average)
-        deviation = self.deviation + share * (distance - self.deviation)
-        new = Losses(self.number + 1, average, deviation)
-        return jax.tree.map(lambda new, old: jnp.where(takes, new, old), new, self)
-
-
 class UndoState(NamedTuple):
     """State of `undo_bad_steps`."""
 
@@ -186,24 +151,26 @@ class UndoState(NamedTuple):
     previous: optax.Params  # before the last step
     taken_back: Array  # number of steps undone
     may_undo: Array  # whether the last step may be: not if it undid one
-    losses: Losses
+    number: Array  # of losses so far
+    average: Array
+    deviation: Array  # their average distance from `average`; of the first, a quarter of itself
 
 
 def undo_bad_steps(inner: GradientTransformation) -> GradientTransformationExtraArgs:
     """Take a step back if the loss after it is not finite or far above its average.
 
     `update(grads, state, params, value=value)` is given the loss at `params`; without it no step is
-    undone. A step back also drops the momentum of `optax.ema` and `optax.trace` in the inner state,
-    which sees a gradient of zero and `taken_back=True`. At every step the inner transformation is given
-    the last change of the parameters, `last_step`, by which `adapt_damping` and `trust_region` adapt.
+    undone. A step back also drops the momentum of `optax.ema` and `optax.trace` in the inner state. The
+    inner transformation is given `taken_back`, with a gradient of zero, and at every step `last_step`,
+    the last change of the parameters, by which `adapt_damping` and `trust_region` adapt.
     """
     inner = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> UndoState:
         # Every array is a new one, because an array can be donated only once.
-        losses = Losses(jnp.int32(0), jnp.float32(0), jnp.float32(0))
+        losses = jnp.int32(0), jnp.float32(0), jnp.float32(0)
         start, previous = inner.init(params), jax.tree.map(jnp.copy, params)
-        return UndoState(start, previous, jnp.int32(0), jnp.zeros((), bool), losses)
+        return UndoState(start, previous, jnp.int32(0), jnp.zeros((), bool), *losses)
 
     def update(
         updates: Any, state: UndoState, params: Any = None, *, value: Any = None, **extra: Any
@@ -213,11 +180,12 @@ def undo_bad_steps(inner: GradientTransformation) -> GradientTransformationExtra
                 "`undo_bad_steps` compares parameters, so it needs update(grads, state, params, "
                 "factors=factors). Got no params."
             )
-        loss = jnp.asarray(jnp.nan if value is None else value, jnp.float32)
-        losses, back = state.losses, jnp.zeros((), bool)
-        if value is not None:
-            far = (loss > losses.average + DEVIATIONS * losses.deviation) | ~jnp.isfinite(loss)
-            back = (losses.number > 0) & far & state.may_undo
+        loss, first = (
+            jnp.asarray(jnp.nan if value is None else value, jnp.float32),
+            state.number == 0,
+        )
+        far = (loss > state.average + DEVIATIONS * state.deviation) | ~jnp.isfinite(loss)
+        back = far & ~first & state.may_undo & (value is not None)
         last_step = jax.tree.map(lambda new, old: new - old, params, state.previous)
         grads = jax.tree.map(lambda grad: jnp.where(back, 0, grad), updates)
         extra |= {"last_step": last_step, "taken_back": back}
@@ -234,8 +202,16 @@ def undo_bad_steps(inner: GradientTransformation) -> GradientTransformationExtra
         steps = jax.tree.map(
             lambda step, moved: jnp.where(back, -moved.astype(step.dtype), step), steps, last_step
         )
-        losses = losses.followed_by(loss, ~back & jnp.isfinite(loss))
-        return steps, UndoState(inner_state, params, state.taken_back + back, ~back, losses)
+        takes = ~back & jnp.isfinite(loss)
+        share, change = (
+            jnp.where(first, 1, SHARE) * takes,
+            jnp.where(takes, loss - state.average, 0),
+        )
+        distance = jnp.abs(change) / jnp.where(first, 4, 1)
+        average = state.average + share * change
+        deviation = state.deviation + share * (distance - state.deviation)
+        losses = state.number + takes, average, deviation
+        return steps, UndoState(inner_state, params, state.taken_back + back, ~back, *losses)
 
     return GradientTransformationExtraArgs(init, update)
 
@@ -266,7 +242,5 @@ def check_range(
         known = np.asarray(value)
         inside = (known >= least) & (below is None or known < below)
         if not np.all(inside & (not whole or known == np.round(known))):
-            wanted = f">= {least}" if below is None else f">= {least} and < {below}"
-            raise ValueError(
-                f"`{name}` needs {what} {wanted}{', whole' if whole else ''}. Got {value}."
-            )
+            also = f" and < {below}" if below is not None else ", whole" if whole else ""
+            raise ValueError(f"`{name}` needs {what} >= {least}{also}. Got {value}.")

@@ -1,88 +1,24 @@
-"""Layers as matrices of parameters with factors of their curvature; layers of one shape are stacked.
-
-A factor holds averages over a batch, as an operator that can be averaged. L counts the layers of a stack
-(1 for a single layer), N the examples; tokens are rows as examples are, so that a and g are (rows, in)
-and (rows, out). `weight` is 1 for new factors and 0 where none were taken.
-"""
+"""Layers as matrices of parameters, found by their type; those of one kind and shape are stacked."""
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from flax import nnx
+from flax.nnx.nn.linear import canonicalize_padding
 from jax import Array
 
+from moment_jax.nn.bayesian import Bayesian
+from moment_jax.optim import curvature
+from moment_jax.optim.curvature import DiagonalFactor, EmbeddingFactor, KroneckerFactor
+
 Shape = tuple[int, ...]
-
-
-class KroneckerFactor(NamedTuple):
-    """F = inputs (x) outputs, of a dense layer: theta of Algorithm 1 over all pairs of rows."""
-
-    inputs: Array  # (L, rows, rows): the average of a a^T, with a one appended to a for the bias
-    outputs: Array  # (L, columns, columns): the sum of g g^T over all rows, divided by N
-    weight: Array  # ()
-
-
-class EmbeddingFactor(NamedTuple):
-    """F = diag(frequencies) (x) outputs, of a table whose inputs are one-hot."""
-
-    frequencies: Array  # (L, rows)
-    outputs: Array  # (L, columns, columns)
-    weight: Array  # ()
-
-
-class DiagonalFactor(NamedTuple):
-    """The diagonal of F, of a normalisation."""
-
-    squares: Array  # (L, rows, columns)
-    weight: Array  # ()
-
-
-Factor = KroneckerFactor | EmbeddingFactor | DiagonalFactor
-Factors = dict[str, Factor]
-
-
-def apply_curvature(factor: Factor, matrix: Array) -> Array:
-    """F V, (L, rows, columns), for every layer of a stack, without forming F.
-
-    Source: Brownian document, Algorithm 1, function FV without its damping.
-    """
-    if isinstance(factor, KroneckerFactor):
-        return jnp.matmul(jnp.matmul(factor.inputs, matrix), factor.outputs)
-    if isinstance(factor, EmbeddingFactor):
-        return factor.frequencies[:, :, None] * jnp.matmul(matrix, factor.outputs)
-    return factor.squares * matrix
-
-
-def quadratic_form(factor: Factor, matrix: Array) -> Array:
-    """<V, F V>, summed over the layers of a stack."""
-    if isinstance(factor, KroneckerFactor):
-        # <A V, V G>: XLA for CPU would fuse the last product of A V G into the sum, six times as slow.
-        return jnp.sum(jnp.matmul(factor.inputs, matrix) * jnp.matmul(matrix, factor.outputs))
-    return jnp.sum(matrix * apply_curvature(factor, matrix))
-
-
-def averaged(average: Factor, new: Factor, decay: Array, finite: Array) -> Factor:
-    """The exponential average with one more factor; unchanged where the new one has no weight.
-
-    It is bias-corrected: the average is divided by the sum of the weights so far, kept as its weight.
-    Correcting at reading time instead would store every factor twice.
-    """
-    take = (new.weight > 0) & finite
-    share = jnp.where(take, 1 - decay, 0).astype(average.weight.dtype)
-    weight = average.weight + share * (1 - average.weight)
-    step = share / jnp.where(weight > 0, weight, 1)
-
-    def mix(old: Array, fresh: Array) -> Array:
-        # `where`, because a factor that is not taken may hold NaN.
-        return jnp.where(take, old + step.astype(old.dtype) * (fresh.astype(old.dtype) - old), old)
-
-    mixed: Any = jax.tree.map(mix, average, new)
-    return mixed._replace(weight=weight)
 
 
 def path_name(path: tuple[Any, ...]) -> str:
@@ -101,8 +37,8 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str
 class LayerBlock:
     """The parameters of one layer as a (rows, columns) matrix, or a stack of such matrices.
 
-    The rows of a dense layer are its kernel's, then its bias; of an embedding, one for each symbol; of a
-    normalisation, its gains and its biases, either of which may be missing.
+    Rows are those of a dense layer's kernel, then its bias; the symbols of an embedding; the gains and
+    the biases of a normalisation, either of which may be missing.
     """
 
     name: str  # path of the layer in the model, joined by "/"
@@ -113,14 +49,9 @@ class LayerBlock:
     factor: Any = KroneckerFactor  # the type of its curvature
 
     @property
-    def heights(self) -> tuple[int, ...]:
-        """Number of rows that each parameter fills."""
-        return tuple(math.prod(shape) // (self.columns * self.count) for shape in self.shapes)
-
-    @property
     def rows(self) -> int:
         """Height of the matrix."""
-        return sum(self.heights)
+        return sum(map(math.prod, self.shapes)) // (self.columns * self.count)
 
     @property
     def count(self) -> int:
@@ -147,21 +78,21 @@ class LayerBlock:
 
     def split(self, matrix: Array) -> dict[str, Array]:
         """The inverse of `matrix`."""
-        parts = jnp.split(matrix, list(itertools.accumulate(self.heights[:-1])), axis=1)
+        rows = [math.prod(shape) // (self.columns * self.count) for shape in self.shapes]
+        parts = jnp.split(matrix, list(itertools.accumulate(rows[:-1])), axis=1)
         each = zip(self.leaves, self.shapes, parts, strict=True)
         return {leaf: part.reshape(shape) for leaf, shape, part in each}
 
 
 Blocks = tuple[LayerBlock, ...]
-Groups = dict[str, Blocks]  # layers of one kind and shape, so that each operation runs once for all
+Groups = dict[str, Blocks]
 Matrices = dict[str, Array]  # by group, (L, rows, columns)
 
 
 def groups_of(tree: Any, blocks: Blocks) -> Groups:
     """The groups of parameters or gradients by kind and shape; a mask may hide whole blocks.
 
-    Raises a ValueError if a parameter belongs to no block, or a block's parameter is missing or of
-    another shape.
+    ValueError if a parameter belongs to no block, or a block's is missing or of another shape.
     """
     shapes = {path: tuple(jnp.shape(leaf)) for path, leaf in flatten(tree).items()}
     masked = flatten(tree, lambda node: isinstance(node, optax.MaskedNode)).keys() - shapes.keys()
@@ -214,27 +145,27 @@ def unstack(groups: Groups, matrices: Matrices, like: Any) -> Any:
     )
 
 
-def no_factors(groups: Groups, dtype: jnp.dtype) -> Factors:
-    """Factors of zeros, of weight zero, of every group."""
-    counts = {key: sum(block.count for block in blocks) for key, blocks in groups.items()}
-    return {key: blocks[0].no_factor(dtype, counts[key]) for key, blocks in groups.items()}
-
-
-def stack_factors(groups: Groups, factors: Any) -> tuple[Factors, Array]:
-    """The factors of every group, stacked, and whether all are finite.
-
-    Raises unless every layer has a factor that fits.
-    """
+def stack_factors(groups: Groups, factors: Any) -> tuple[curvature.Factors, Array]:
+    """The factors of every group, stacked, and whether all are finite; raises unless each fits."""
     if not isinstance(factors, Mapping):
         raise TypeError(
             "A second-order method needs update(grads, state, params, factors=factors) at every step, "
             "with those of mj.optim.value_grad_and_factors. For steps without new curvature give it "
             f"when=mj.optim.curvature_due(state). Got {type(factors).__name__}."
         )
-    stacked: Factors = {}
+    stacked: curvature.Factors = {}
     finite = []
     for key, blocks in groups.items():
-        each = [_checked(block, factors.get(block.name)) for block in blocks]
+        each: list[Any] = [factors.get(block.name) for block in blocks]
+        for block, factor in zip(blocks, each, strict=True):
+            shapes = [(block.count, *shape) for shape in block.factor_shapes]
+            if not isinstance(factor, block.factor) or [x.shape for x in factor[:-1]] != shapes:
+                raise ValueError(
+                    f"Layer {block.name!r} ({', '.join(block.leaves)}) needs a "
+                    f"{block.factor.__name__} of arrays {shapes}. Got {jax.tree.map(jnp.shape, factor)}."
+                    " Take factors from mj.optim.value_grad_and_factors, blocks from "
+                    "mj.optim.find_blocks; or leave the layer to another optimiser: optax.partition."
+                )
         # Asked before stacking, which avoids storing the stacked array.
         finite += [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(each)]
         weight = jnp.min(jnp.stack([factor.weight for factor in each]))
@@ -243,14 +174,157 @@ def stack_factors(groups: Groups, factors: Any) -> tuple[Factors, Array]:
     return stacked, jnp.all(jnp.stack(finite))
 
 
-def _checked(block: LayerBlock, factor: Any) -> Factor:
-    """The factor, if it fits the layer; raises otherwise."""
-    shapes = [(block.count, *shape) for shape in block.factor_shapes]
-    if not isinstance(factor, block.factor) or [x.shape for x in factor[:-1]] != shapes:
+# -- the layers of a model -----------------------------------------------------------------------------
+
+
+def find_blocks(model: nnx.Module, wrt: Any = nnx.Param) -> Blocks:
+    """The curvature blocks of a model: one for each layer whose factors can be captured.
+
+    Supported are `nnx.Linear`, `LinearGeneral` (hence the projections of `MultiHeadAttention`), `Embed`,
+    `LayerNorm`, `RMSNorm`, ungrouped `Conv`, and subclasses of these that keep `__call__`. The
+    parameters of an `mj.Bayesian` are the means of its beliefs, and weights that are certain. A layer
+    whose parameters are not all trained, as the filter `wrt` tells, or are shared with an earlier layer,
+    has no block. The model may be abstract, as in `nnx.eval_shape`. ValueError if no layer has a block.
+    """
+    available = set(flatten(nnx.state(model, wrt)))
+    blocks = []
+    for _, block in observed(model):
+        if set(block.leaves) <= available:
+            available -= set(block.leaves)
+            blocks.append(block)
+    if not blocks:
         raise ValueError(
-            f"Layer {block.name!r} ({', '.join(block.leaves)}) needs a {block.factor.__name__} of "
-            f"arrays {shapes}. Got {jax.tree.map(jnp.shape, factor)}. Take the factors from "
-            "mj.optim.value_grad_and_factors of the trained model and blocks=mj.optim.find_blocks of "
-            "it, or leave its parameters to another optimiser: mj.optim.for_model, or optax.partition."
+            "`find_blocks` needs a model with trained layers that have curvature factors, such as "
+            f"nnx.Linear; mj.optim.find_blocks lists them. Got {type(model).__name__} without any."
         )
-    return factor
+    return tuple(blocks)
+
+
+def _shapes_at_means(bayesian: Bayesian) -> Any:
+    """The plain network with shapes for arrays, which may be all that the model itself has."""
+
+    def network(bayesian: Bayesian) -> Any:
+        plain = bayesian.at_means()
+        return plain if isinstance(plain, nnx.Module) else ()  # one of linen has no layers of NNX
+
+    return nnx.eval_shape(network, bayesian)
+
+
+def observed(
+    model: Any, at_means: Callable[[Bayesian], Any] = _shapes_at_means
+) -> Iterator[tuple[Any, LayerBlock]]:
+    """The observed layers; those of an `mj.Bayesian` are the layers of `at_means` of it."""
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, Bayesian):
+            for layer, block in observed(at_means(node)):
+                yield layer, _of_means(block, path, node)
+        elif isinstance(node, nnx.Module):
+            found = _block("/".join(map(str, path)), node)
+            if found is not None:
+                yield node, found
+
+
+def _of_means(block: LayerBlock, path: tuple[Any, ...], bayesian: Bayesian) -> LayerBlock:
+    """The block of a plain network's layer, of the variables that a Bayesian at this path has for it."""
+    owned = {"/".join(map(str, own)): belief for own, belief in bayesian.owned.items()}
+    prefix = "/".join(map(str, (*path, "weights")))
+    leaves, shapes = list(block.leaves), list(block.shapes)
+    for i, leaf in enumerate(block.leaves):
+        leaves[i] = f"{prefix}/{leaf}"
+        if leaf in owned:  # the mean of a family of matrices is a matrix
+            leaves[i], shapes[i] = f"{leaves[i]}/mean", tuple(owned[leaf].mean.shape)
+    name = f"{prefix}/{block.leaves[0]}".rpartition("/")[0]
+    return dataclasses.replace(block, name=name, leaves=tuple(leaves), shapes=tuple(shapes))
+
+
+def known(cls: Any) -> Any:
+    """The observed layer that a class is, or is a subclass of without overriding its call; or None."""
+    bases = (b for b in ARRANGE if issubclass(cls, b) and cls.__call__ is b.__call__)
+    return next(bases, None)
+
+
+def _block(name: str, layer: Any) -> LayerBlock | None:
+    """The parameters of a layer, or None if it is not observed."""
+    leaves = [leaf for leaf in (*KINDS, "bias") if getattr(layer, leaf, None) is not None]
+    if known(type(layer)) is None or not _is_plain(layer) or not leaves:
+        return None
+    paths = tuple(f"{name}/{leaf}" if name else leaf for leaf in leaves)
+    shapes = tuple(tuple(getattr(layer, leaf).shape) for leaf in leaves)
+    kind, shape = KINDS.get(leaves[0], DiagonalFactor), shapes[0]  # a norm may have biases alone
+    outputs, own = 1, 2 if kind is EmbeddingFactor else 1
+    if kind is KroneckerFactor:
+        outputs = np.size(getattr(layer, "out_features", 1))
+        inputs = np.size(getattr(layer, "in_features", 1)) + len(getattr(layer, "kernel_size", ()))
+        own = inputs + outputs
+    columns = math.prod(shape[len(shape) - outputs :])
+    return LayerBlock(name or "model", paths, shapes, columns, shape[: len(shape) - own], kind)
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether a layer of Flax has no option that its arrangement leaves out."""
+    if isinstance(layer, nnx.LinearGeneral):
+        return not layer.batch_axis
+    if isinstance(layer, nnx.LayerNorm | nnx.RMSNorm):
+        axes = (layer.reduction_axes, layer.feature_axes)
+        return layer.axis_name is None and axes == (-1, -1)
+    if isinstance(layer, nnx.Conv):
+        plain = layer.feature_group_count == 1 and getattr(layer, "mask", None) is None
+        return plain and (not isinstance(layer.padding, str) or layer.padding in ("SAME", "VALID"))
+    return True
+
+
+# -- the calls of each kind of layer -------------------------------------------------------------------
+
+
+def _examples(array: Array, num_features: int) -> Array:
+    """(N, ..., features) -> (N, T, features), the last `num_features` axes made one."""
+    first, *lead = array.shape[: array.ndim - num_features] or (1,)
+    width = math.prod(array.shape[array.ndim - num_features :])
+    return array.reshape(first, math.prod(lead), width)
+
+
+def _dense(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
+    axes = getattr(layer, "axis", (-1,))
+    moved = jnp.moveaxis(inputs, axes, range(-len(axes), 0))
+    return _examples(moved, len(axes)), _examples(output, np.size(layer.out_features))
+
+
+def _norm(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
+    x = inputs.astype(jnp.promote_types(inputs.dtype, jnp.float32))
+    if isinstance(layer, nnx.LayerNorm):
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+    square = jnp.mean(x**2, axis=-1, keepdims=True)
+    return _examples(x * jax.lax.rsqrt(square + layer.epsilon), 1), _examples(output, 1)
+
+
+def _conv(layer: Any, inputs: Array, output: Array) -> tuple[Array, Array]:
+    """Patches (N, T, height * width * channels) in the kernel's order, and the output (N, T, out)."""
+    rank, channels = len(layer.kernel_size), inputs.shape[-1]
+    first = inputs.shape[0] if inputs.ndim > rank + 1 else 1
+    images = inputs.reshape(-1, *inputs.shape[-rank - 1 :])
+    strides, dilation, kernel_dilation = (
+        np.broadcast_to(value or 1, rank).tolist()
+        for value in (layer.strides, layer.input_dilation, layer.kernel_dilation)
+    )
+    patches = jax.lax.conv_general_dilated_patches(
+        jnp.moveaxis(images, -1, 1), layer.kernel_size, strides,
+        canonicalize_padding(layer.padding, rank),
+        lhs_dilation=dilation, rhs_dilation=kernel_dilation,
+    )  # fmt: skip
+    # (M, channels * kernel, *places) -> (M, places, kernel * channels)
+    rows = patches.reshape(len(images), channels, math.prod(layer.kernel_size), -1)
+    rows = rows.transpose(0, 3, 2, 1).reshape(first, -1, channels * rows.shape[2])
+    return rows, output.reshape(first, -1, output.shape[-1])
+
+
+KINDS = {"kernel": KroneckerFactor, "embedding": EmbeddingFactor, "scale": DiagonalFactor}
+# Observed layers, and how a call of each is arranged: (layer, inputs, output) of a call -> inputs
+# (N, T, in) and output (N, T, out). Add a new layer here.
+ARRANGE: dict[type[nnx.Module], Callable[[Any, Array, Array], tuple[Array, Array]]] = {
+    nnx.Linear: _dense,
+    nnx.LinearGeneral: _dense,
+    nnx.Embed: lambda _, ids, output: (_examples(ids, 0), _examples(output, 1)),
+    nnx.LayerNorm: _norm,
+    nnx.RMSNorm: _norm,
+    nnx.Conv: _conv,
+}

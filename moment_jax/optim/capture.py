@@ -1,7 +1,15 @@
-"""Value, gradient and curvature factors of a loss that tells the predictive distribution."""
+"""Value, gradient and curvature factors of a loss that tells the predictive distribution.
+
+A copy of the model has tapped layers: of subclasses made here, which report their curvature through an
+observing identity at their output, with dummy arguments as variables of their own. Whatever the model
+does with its layers (remat, scan over stacked layers, vmap, jit) it does with the dummies too. In place
+of an `mj.Bayesian` the copy holds its plain network at the means, and nothing in it is random: how means
+enter the covariance of the output is ignored.
+"""
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +19,13 @@ import optax
 from flax import nnx
 from jax import Array
 
-from moment_jax.optim.blocks import Factors
-from moment_jax.optim.taps import CurvatureTap, reported_factors, required_blocks, tap
+from moment_jax.nn.bayesian import Bayesian
+from moment_jax.optim import blocks as layers
+from moment_jax.optim import curvature
+from moment_jax.optim.blocks import Blocks, LayerBlock
+from moment_jax.optim.curvature import Factor, Factors
+
+Report = Callable[[Array, Array], Factor]  # inputs (N, T, in) and output gradients (N, T, out)
 
 
 class Prediction(abc.ABC):
@@ -31,7 +44,10 @@ class Prediction(abc.ABC):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CategoricalPrediction(Prediction):
-    """Classes with these logits (N, ..., C); axes in between are further targets, such as tokens."""
+    """Classes with these logits (N, ..., C); axes in between are further targets, such as tokens.
+
+    A binary target of logit f is a class of two, with the logits `jnp.stack([0 * f, f], axis=-1)`.
+    """
 
     logits: Array
 
@@ -43,27 +59,10 @@ class CategoricalPrediction(Prediction):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class BernoulliPrediction(Prediction):
-    """Independent binary targets with these logits, (N, ...)."""
-
-    logits: Array
-
-    def sampled_loss(self, key: Array) -> Array:
-        """Binary cross-entropy with sampled labels, summed over all targets."""
-        labels = jax.random.bernoulli(key, jax.nn.sigmoid(jax.lax.stop_gradient(self.logits)))
-        labels = labels.astype(self.logits.dtype)
-        return jnp.sum(optax.sigmoid_binary_cross_entropy(self.logits, labels))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class NormalPrediction(Prediction):
-    """Independent Gaussian targets.
+    """Independent Gaussian targets (N, ...), `scale` their standard deviation.
 
-    Args:
-      mean: (N, ...).
-      scale: their standard deviation. For the squared error 1/2 |y - mean|^2 it is 1; for the mean
-        squared error over D outputs, sqrt(D / 2).
+    It is 1 for the squared error 1/2 |y - mean|^2, sqrt(D / 2) for the mean squared error of D outputs.
     """
 
     mean: Array
@@ -83,15 +82,12 @@ def value_grad_and_factors(
 
     F is the true Fisher matrix, of targets drawn from the prediction that the loss returns. Its factors
     take a second backward pass, through the layers' outputs only, and a second forward pass, which a
-    compiled program without `when` shares with the first one. Memory does not grow with the number of
-    rows. Value, gradients and the model's other changes are those of `nnx.value_and_grad`.
+    compiled program without `when` shares with the first one; in it the output of an `mj.Bayesian` has a
+    covariance of zero. Value, gradients and other changes are those of `nnx.value_and_grad`.
 
     Every token is a row: A = avg a a^T over all rows, G = 1/N sum g g^T, with a the inputs of a layer
     and g the gradients of each example's own -log p by its outputs. This reads theta = g^T v a^T of
     Algorithm 1 over all pairs of rows; with one token per example F V is (a^T a) V (g^T g) / N^2.
-
-    The factors of an `mj.Bayesian` are those of its plain network at the means, whose output in that
-    pass is `model(x)` with a covariance of zero.
 
     The function has two more keyword arguments: `key`, the random key of the sampled targets (None:
     derived from the bits of the loss, so that runs repeat), and `when`, a boolean array; where it is
@@ -102,22 +98,7 @@ def value_grad_and_factors(
       wrt: filter of the parameters to differentiate by.
       dtype: of the summed statistics.
 
-    Raises:
-      TypeError: if the loss returns no prediction. ValueError: if it is not a scalar, or does not call a
-        layer, which is named.
-
-    >>> import jax, jax.numpy as jnp, optax
-    >>> from flax import nnx
-    >>> import moment_jax as mj
-    >>> model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    >>> def loss(model, x, labels):
-    ...     logits = model(x)
-    ...     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    ...     return losses.mean(), mj.optim.CategoricalPrediction(logits)
-    >>> compute = mj.optim.value_grad_and_factors(loss)
-    >>> value, grads, factors = compute(model, jnp.ones((5, 3)), jnp.zeros(5, int))
-    >>> factors["model"].inputs.shape, factors["model"].outputs.shape
-    ((1, 4, 4), (1, 2, 2))
+    TypeError if the loss returns no prediction, ValueError if it is no scalar or does not call a layer.
     """
     dtype = jnp.dtype(dtype)
 
@@ -130,28 +111,26 @@ def value_grad_and_factors(
                 "prediction) with a prediction such as mj.optim.CategoricalPrediction(logits). Got "
                 f"{type(prediction).__name__}."
             )
-        if jnp.shape(value) != ():
-            raise ValueError(
-                f"The loss must be a scalar. Got shape {jnp.shape(value)}; take its mean."
-            )
+        if jnp.shape(value):
+            raise ValueError(f"The loss must be a scalar. Got {jnp.shape(value)}; take its mean.")
         return value, prediction
 
     def compute(
         model: nnx.Module, *batch: Any, key: Array | None = None, when: Array | None = None
     ) -> tuple[Array, Any, Factors]:
-        blocks = required_blocks("value_grad_and_factors", model, wrt)
+        blocks = layers.find_blocks(model, wrt)
         copy: Any = nnx.merge(*nnx.split(model), copy=True)  # before the loss changes the model
         called = tap(copy, blocks, dtype)
         split: Any = nnx.split(copy, CurvatureTap, ...)  # mypy miscounts it
         graph, taps, rest = split
-        grad = nnx.value_and_grad(
-            lambda model: evaluate(model, batch)[0], argnums=nnx.DiffState(0, wrt)
-        )
-        value, grads = grad(model)
+        differ = nnx.value_and_grad(lambda m: evaluate(m, batch)[0], argnums=nnx.DiffState(0, wrt))
+        value, grads = differ(model)
 
         def sampled_loss(taps: Any) -> tuple[Array, int]:
             prediction = evaluate(nnx.merge(graph, taps, rest, copy=True), batch)[1]
-            drawn = _key_of(value) if key is None else key
+            # Of the bits of the loss: new at each step, the same in each run.
+            bits = jax.lax.bitcast_convert_type(value.astype(jnp.float32), jnp.uint32)
+            drawn = jax.random.fold_in(jax.random.key(0), bits) if key is None else key
             return prediction.sampled_loss(drawn), prediction.num_examples
 
         def factors() -> Factors:
@@ -172,7 +151,103 @@ def value_grad_and_factors(
     return compute
 
 
-def _key_of(value: Array) -> Array:
-    """A key from the bits of the loss: new at each step, the same in each run."""
-    value = jax.lax.stop_gradient(value).astype(jnp.float32)
-    return jax.random.fold_in(jax.random.key(0), jax.lax.bitcast_convert_type(value, jnp.uint32))
+# -- what a tapped layer reports -----------------------------------------------------------------------
+
+
+class CurvatureTap(nnx.Param):
+    """A dummy argument; a `nnx.Param`, so that a model that scans over its parameters scans over it."""
+
+    def __getitem__(self, key: Any) -> Any:
+        """All of it for `[...]`, also where it is a tuple of arrays."""
+        return self.get_value() if key is Ellipsis else super().__getitem__(key)
+
+
+def tap(model: nnx.Module, blocks: Blocks, dtype: jnp.dtype) -> set[str]:
+    """Make the layers of a copy report, in place; those that did, by name, once a pass is traced."""
+    networks: list[tuple[Bayesian, Any]] = []
+    names, called = {block.name for block in blocks}, set[str]()
+
+    def at_means(bayesian: Bayesian) -> Any:
+        networks.append((bayesian, bayesian.at_means()))
+        return networks[-1][1]
+
+    for layer, block in list(layers.observed(model, at_means)):
+        if block.name in names:
+            # Flax's own assignment would look for variables in the class.
+            object.__setattr__(layer, "__class__", _tapped(layer.__class__))
+            layer.report = functools.partial(_report, block, dtype, called)
+            zeros: Any = jnp.zeros(block.stack, dtype)
+            layer.tap = CurvatureTap(block.no_factor(dtype, *block.stack)._replace(weight=zeros))
+    for bayesian, network in networks:
+        bayesian.make_certain(network)
+    return called
+
+
+@functools.cache
+def _tapped(cls: Any) -> type:
+    """A subclass whose instances report on their calls."""
+    arrange = layers.ARRANGE[layers.known(cls)]
+
+    def call(self: Any, inputs: Array, *args: Any, **kwargs: Any) -> Array:
+        output = cls.__call__(self, inputs, *args, **kwargs)
+        rows, observed = arrange(self, inputs, output)
+        rows = jax.lax.stop_gradient(rows)
+        return observe(self.report, observed, rows, self.tap.get_value()).reshape(output.shape)
+
+    return type(f"Tapped{cls.__name__}", (cls,), {"__call__": call})
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def observe(report: Report, output: Array, inputs: Array, dummies: Any) -> Array:
+    """The output; its backward pass returns report(inputs, gradients) as the cotangent of the dummies.
+
+    The inputs get none, so gradients stay the same. JAX treats the report like the gradient of any
+    parameter: it is summed over vmap, scan, remat and devices.
+    """
+    return output
+
+
+observe.defvjp(
+    lambda _report, output, inputs, _dummies: (output, inputs),
+    lambda report, inputs, grads: (grads, None, report(inputs, grads)),
+)
+
+
+def _report(
+    block: LayerBlock, dtype: jnp.dtype, called: set[str], inputs: Array, grads: Array
+) -> Factor:
+    """What the backward pass of a layer returns: a factor of sums over rows, its weight their number."""
+    called.add(block.name)
+    grads = grads.astype(dtype)
+    # Ones that depend on the gradients: under vmap, constant ones would count a single example.
+    ones = ((grads[..., 0] == 0) | True).astype(dtype)
+    g, count = grads.reshape(-1, grads.shape[-1]), jnp.sum(ones)
+    if block.factor is curvature.EmbeddingFactor:
+        seen = jnp.zeros((block.rows,), dtype).at[inputs.reshape(-1)].add(ones.reshape(-1))
+        return curvature.EmbeddingFactor(seen, g.T @ g, count)
+    a = inputs.reshape(-1, inputs.shape[-1]).astype(dtype)
+    if block.factor is curvature.DiagonalFactor:
+        by_leaf = {"scale": g * a, "bias": g}
+        each = [by_leaf[leaf.removesuffix("/mean").rpartition("/")[2]] for leaf in block.leaves]
+        return curvature.DiagonalFactor(jnp.stack([jnp.sum(x**2, axis=0) for x in each]), count)
+    gram = a.T @ a
+    if len(block.leaves) == 2:  # with a one appended to rows, which would copy them
+        total, size = jnp.sum(a, axis=0)[:, None], jnp.full((1, 1), len(a), dtype)
+        gram = jnp.block([[gram, total], [total.T, size]])
+    return curvature.KroneckerFactor(gram, g.T @ g, count)
+
+
+def reported_factors(blocks: Blocks, taps: Any, num_examples: int) -> Factors:
+    """The factors of the layers, from the cotangent of the taps."""
+    variables = layers.flatten(taps, lambda x: isinstance(x, CurvatureTap))
+    sums = {path.rpartition("/")[0] or "model": tap.get_value() for path, tap in variables.items()}
+
+    def factor(block: LayerBlock, sums: Factor) -> Factor:
+        *arrays, count = (x.reshape(block.count, *x.shape[len(block.stack) :]) for x in sums)
+        # Of two arrays, the first is an average over rows; the last is a sum divided by N.
+        if block.factor is not curvature.DiagonalFactor:
+            arrays[0] = jax.vmap(jnp.divide)(arrays[0], jnp.maximum(count, 1))
+        arrays[-1] = arrays[-1] / num_examples
+        return block.factor(*arrays, jnp.ones((), count.dtype))
+
+    return {block.name: factor(block, sums[block.name]) for block in blocks}

@@ -11,45 +11,31 @@ import optax
 from flax import nnx
 from jax import Array
 
-from moment_jax.optim import adaptation, solvers
-from moment_jax.optim import blocks as layers
+from moment_jax.optim import adaptation, blocks, curvature
 from moment_jax.optim.adaptation import LastStep, Number, Schedule, check_range, current
-from moment_jax.optim.blocks import Blocks, DiagonalFactor, Factors, Matrices
-from moment_jax.optim.solvers import Inverses
-from moment_jax.optim.taps import required_blocks
-
-NEVER = jnp.iinfo(jnp.int32).max  # steps in a row that are not finite, after which one is taken
-
-
-class AveragedFactors(NamedTuple):
-    """Running averages of the factors by group of layers, and when new factors are due."""
-
-    factors: Factors
-    steps: Array  # taken
-    due: Array  # whether the next step wants new factors
+from moment_jax.optim.blocks import Blocks, Matrices
+from moment_jax.optim.curvature import Factors
 
 
 class SecondOrderState(NamedTuple):
     """State of `scale_by_kfac` and `scale_by_cg_fac`."""
 
-    curvature: AveragedFactors
-    inverses: Inverses  # none if nothing is inverted
+    factors: Factors  # running averages by group of layers
+    steps: Array  # taken
+    due: Array  # whether the next step wants new factors
+    inverses: curvature.Inverses  # none if nothing is inverted
     last: LastStep
 
 
 def scale_by_kfac(
-    *,
-    blocks: Blocks,
-    damping: Number | Schedule = 3e-4,
-    decay: Number = 0.95,
-    curvature_every: int | Array = 5,
-    refresh_every: int | Array = 10,
-) -> optax.GradientTransformationExtraArgs:
+    *, blocks: Blocks, damping: Number | Schedule = 3e-4, decay: Number = 0.95,
+    curvature_every: int | Array = 5, refresh_every: int | Array = 10,
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The direction (A + ..)^-1 grad (G + ..)^-1 of K-FAC.
 
-    A + pi sqrt(damping) I and G + sqrt(damping) / pi I are inverted by Cholesky factors, under
-    `lax.cond`; a layer whose inversion fails keeps its old inverse. Embedding tables are solved in the
-    eigenbasis of G, normalisations divided by their diagonal. Layers of one shape are solved together.
+    A + pi sqrt(damping) I and G + sqrt(damping) / pi I are inverted by Cholesky factors; a layer whose
+    inversion fails keeps its old inverse. Embedding tables are solved in the eigenbasis of G,
+    normalisations divided by their diagonal. Layers of one shape are solved together.
 
     Call `update(grads, state, params, factors=factors)` with those of `value_grad_and_factors`; with
     `when=curvature_due(state)` they have weight 0 at steps without new curvature. Factors that are not
@@ -61,32 +47,25 @@ def scale_by_kfac(
       damping: gamma, a number or a schedule; that of `adapt_damping` takes its place. Far above most
         eigenvalues of F, the step is that of gradient descent.
       decay: of the running averages of the factors; 0 to use each batch on its own.
-      curvature_every: steps between new curvature, for `curvature_due`; the first of these steps all
-        have it.
+      curvature_every: steps between new curvature, for `curvature_due`; the first few steps all have it.
       refresh_every: steps between inversions; the first intervals are 1, 2, 4, ... steps.
 
     Raises:
-      ValueError: if a number is out of range, or (from init and update) there are no factors, or
-        parameters or factors do not match; the leaf is named. TypeError: if factors are of another type.
+      ValueError: if a number is out of range, or (from init and update) parameters or factors do not
+        match; the leaf is named. TypeError: if factors are of another type, or none.
 
     Source: Brownian document, Eq. 16 to 18; Martens and Grosse, Optimizing neural networks with
     Kronecker-factored approximate curvature, 2015 (factored Tikhonov damping: section 6.3).
     """
     settings = damping, decay, curvature_every, refresh_every
-    return _scale_by_curvature("kfac", True, solvers.apply_inverse, blocks, *settings)
+    return _scale_by_curvature("kfac", curvature.apply_inverse, True, blocks, *settings)
 
 
 def scale_by_cg_fac(
-    *,
-    blocks: Blocks,
-    damping: Number | Schedule = 3e-4,
-    max_iterations: int | Array = 5,
-    tolerance: Number = 0.1,
-    precondition: bool = True,
-    decay: Number = 0.95,
-    curvature_every: int | Array = 5,
-    refresh_every: int | Array = 10,
-) -> optax.GradientTransformationExtraArgs:
+    *, blocks: Blocks, damping: Number | Schedule = 3e-4, max_iterations: int | Array = 5,
+    tolerance: Number = 0.1, precondition: bool = True, decay: Number = 0.95,
+    curvature_every: int | Array = 5, refresh_every: int | Array = 10,
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The direction x of (F + damping I) x = grad, by conjugate gradients: F is not formed or inverted.
 
     F is the operator A V G of the factors. Iterations stop at directions without positive curvature, so
@@ -103,89 +82,69 @@ def scale_by_cg_fac(
     check_range("cg_fac", least=1, whole=True, max_iterations=max_iterations)
     check_range("cg_fac", tolerance=tolerance)
     settings = damping, decay, curvature_every, refresh_every
-    solve = partial(solvers.iterated, max_iterations=max_iterations, tolerance=tolerance)
-    return _scale_by_curvature("cg_fac", precondition, solve, blocks, *settings)
+    solve = partial(curvature.iterated, max_iterations=max_iterations, tolerance=tolerance)
+    return _scale_by_curvature("cg_fac", solve, precondition, blocks, *settings)
 
 
 def _scale_by_curvature(
-    name: str,
-    inverts: bool,
-    solve: Callable[..., Array],
-    blocks: Blocks,
-    setting: Number | Schedule,
-    decay: Number,
-    curvature_every: int | Array,
+    name: str, solve: Callable[..., Array], inverts: bool, given: Blocks,
+    damping: Number | Schedule, decay: Number, curvature_every: int | Array,
     refresh_every: int | Array,
-) -> optax.GradientTransformationExtraArgs:
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """What K-FAC and CG-FAC share; `solve` finds the direction of a group."""
-    check_range(name, damping=setting)
+    check_range(name, damping=damping)
     check_range(name, below=1, decay=decay)
     check_range(name, 1, whole=True, curvature_every=curvature_every, refresh_every=refresh_every)
 
     def init(params: optax.Params) -> SecondOrderState:
         dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(params))
-        none = layers.no_factors(layers.groups_of(params, blocks), dtype)
-        averages = AveragedFactors(none, jnp.int32(0), jnp.ones((), bool))
-        inverses = solvers.no_inverses(none if inverts else {})
+        none = {
+            key: each[0].no_factor(dtype, sum(block.count for block in each))
+            for key, each in blocks.groups_of(params, given).items()
+        }
+        inverses = curvature.no_inverses(none if inverts else {})
         # Every array is a new one, because an array can be donated only once.
         last = LastStep(*(jnp.zeros((), jnp.float32) for _ in LastStep._fields))
-        return SecondOrderState(averages, inverses, last)
+        return SecondOrderState(none, jnp.int32(0), jnp.ones((), bool), inverses, last)
 
     def update(updates: Any, state: SecondOrderState, params: Any = None, **extra: Any) -> Any:
-        del params
-        groups, steps = layers.groups_of(updates, blocks), state.curvature.steps
-        new, finite = layers.stack_factors(groups, extra.get("factors"))
-        curvature, fresh, known = _averaged(state.curvature, new, finite, decay, curvature_every)
-        gamma = extra.get("damping", current(setting, steps))
-        factors, last = curvature.factors, state.last
-        inverses = solvers.refreshed(state.inverses, factors, gamma, fresh, known, refresh_every)
+        groups = blocks.groups_of(updates, given)
+        new, finite = blocks.stack_factors(groups, extra.get("factors"))
+        factors = curvature.averaged(state.factors, new, decay, finite)
+        fresh = finite & jnp.any(jnp.stack([factor.weight > 0 for factor in new.values()]))
+        known = jnp.all(jnp.stack([factor.weight > 0 for factor in factors.values()]))
+        steps, every = state.steps + known, jnp.asarray(curvature_every, jnp.int32)
+        due = (steps < every) | (steps % every == 0) | ~known
+        gamma = extra.get("damping", current(damping, state.steps))
+        inverses = curvature.refreshed(state.inverses, factors, gamma, fresh, known, refresh_every)
 
         def direction(key: str, grad: Array) -> Array:
-            """(F + gamma I)^-1 grad of a group."""
             factor = factors[key]
-            if isinstance(factor, DiagonalFactor):
-                return solvers.divided(grad, factor.squares + gamma)
+            if isinstance(factor, curvature.DiagonalFactor):
+                return curvature.divided(grad, factor.squares + gamma)
             x = solve(inverses.pairs.get(key), factor, grad, gamma)
             return jnp.where(jnp.all(jnp.isfinite(x)), x, 0)
 
         grads = {
             key: jnp.where(known, grad, 0).astype(jnp.promote_types(grad.dtype, jnp.float32))
-            for key, grad in layers.stack(groups, updates).items()
+            for key, grad in blocks.stack(groups, updates).items()
         }
         x = {key: direction(key, grad) for key, grad in grads.items()}
         # If x is exact; the residual of conjugate gradients is orthogonal to x, so theirs is.
-        last = last._replace(quadratic=jnp.maximum(_inner(x, grads), 0))
+        last = state.last._replace(quadratic=jnp.maximum(_inner(x, grads), 0))
         if "last_step" in extra:
-            s = layers.stack(groups, extra["last_step"])
+            s = blocks.stack(groups, extra["last_step"])
             last = _judged(last, s, x, grads, factors, gamma, fresh)
-        return layers.unstack(groups, x, updates), SecondOrderState(curvature, inverses, last)
+        step = blocks.unstack(groups, x, updates)
+        return step, SecondOrderState(factors, steps, due, inverses, last)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _averaged(
-    state: AveragedFactors, new: Factors, finite: Array, decay: Number, every: int | Array
-) -> tuple[AveragedFactors, Array, Array]:
-    """The averages with new factors, whether these are new, and whether there are any yet."""
-    rate = jnp.asarray(decay, jnp.float32)
-    old = state.factors
-    mixed = {key: layers.averaged(old[key], each, rate, finite) for key, each in new.items()}
-    fresh = finite & jnp.any(jnp.stack([factor.weight > 0 for factor in new.values()]))
-    known = jnp.all(jnp.stack([factor.weight > 0 for factor in mixed.values()]))
-    steps, every = state.steps + known, jnp.asarray(every, jnp.int32)
-    due = (steps < every) | (steps % every == 0) | ~known
-    return AveragedFactors(mixed, steps, due), fresh, known
-
-
 def _judged(
-    last: LastStep,
-    s: Matrices,
-    x: Matrices,
-    g: Matrices,
-    factors: Factors,
-    gamma: Array,
+    last: LastStep, s: Matrices, x: Matrices, g: Matrices, factors: Factors, gamma: Array,
     fresh: Array,
-) -> LastStep:
+) -> LastStep:  # fmt: skip
     """Judge the last step s; between fresh curvatures, s^T F s is `ratio` <s, s> of an earlier step.
 
     For the product with F costs as much as a new direction, and the ratio changes slowly.
@@ -193,7 +152,7 @@ def _judged(
     length = _inner(s, s)
 
     def measured() -> Array:
-        each = [layers.quadratic_form(factors[key], part) for key, part in s.items()]
+        each = [curvature.quadratic_form(factors[key], part) for key, part in s.items()]
         return jnp.sum(jnp.stack(each).astype(jnp.float32))
 
     curved = jax.lax.cond(fresh, measured, lambda: last.ratio * length)
@@ -210,8 +169,7 @@ def _inner(left: Matrices, right: Matrices) -> Array:
 def curvature_due(state: Any) -> Array:
     """Whether an optimiser wants new curvature at its next update; `when` of `value_grad_and_factors`.
 
-    The state is `nnx.Optimizer.opt_state`, or of any optimiser with `kfac` or `cg_fac` in it; without
-    one it raises a ValueError.
+    Of a state, such as `nnx.Optimizer.opt_state`, of an optimiser with `kfac` or `cg_fac` in it.
     """
     due = [leaf for _, leaf in optax.tree.get_all_with_path(state, "due")]
     if not due:
@@ -223,36 +181,28 @@ def curvature_due(state: Any) -> Array:
 
 
 def kfac(
-    learning_rate: Number | Schedule = 1.0,
-    *,
-    blocks: Blocks,
-    damping: Number | Schedule | None = None,
-    kl_bound: Number | Schedule | None = None,
-    momentum: Number = 0.8,
-    weight_decay: Number = 0.0,
-    decay: Number = 0.95,
-    curvature_every: int | Array = 5,
-    refresh_every: int | Array = 10,
-) -> optax.GradientTransformationExtraArgs:
+    learning_rate: Number | Schedule = 1.0, *, blocks: Blocks,
+    damping: Number | Schedule | None = None, kl_bound: Number | Schedule | None = None,
+    momentum: Number = 0.8, weight_decay: Number = 0.0, decay: Number = 0.95,
+    curvature_every: int | Array = 5, refresh_every: int | Array = 10,
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Kronecker-factored approximate curvature, without tuning.
 
-    It is the chain of `scale_by_kfac`, whose arguments are described there, in `trust_region` and
+    The chain of `scale_by_kfac`, whose arguments are described there, in `trust_region` and
     `adapt_damping`, then `optax.ema`, `optax.add_decayed_weights` and `optax.scale_by_learning_rate`.
     `optax.apply_if_finite` leaves out steps whose gradients are not finite, and `undo_bad_steps` takes
     back those after which the loss is far above its average; `optax.tree.get(state, "total_notfinite")`
-    and "taken_back" count them, "bound" and "clip" are those of the last step.
-
-    Call `update(grads, state, params, factors=factors, value=value)` with the loss at `params`; the
-    README of this folder has a whole training.
+    and "taken_back" count them, "bound" and "clip" are those of the last step. Call `update(grads,
+    state, params, factors=factors, value=value)` with the loss at `params`, as in the README of this
+    folder.
 
     What the chain adds:
       learning_rate: a number or a schedule. An adapted bound compensates for much of a decreasing rate;
         for steps that fall to zero give a schedule of `kl_bound` too.
       damping: a number or a schedule; None adapts it by `adapt_damping`.
       kl_bound: of 1/2 step^T (F + damping I) step, nats per example: a number (infinite for none) or a
-        schedule; None adapts it by `trust_region`, assuming a learning rate of 1. Blocks that ignore
-        correlations between tokens underestimate F, so a fixed bound may have to be far below the
-        intended divergence.
+        schedule; None adapts it by `trust_region`, assuming a learning rate of 1. Blocks ignore
+        correlations between tokens and so underestimate F: a fixed bound may have to be far lower.
       momentum: of the running average of the directions; 0 for none.
       weight_decay: decoupled, as in AdamW: also subtracts learning_rate weight_decay params.
     """
@@ -264,20 +214,12 @@ def kfac(
 
 
 def cg_fac(
-    learning_rate: Number | Schedule = 1.0,
-    *,
-    blocks: Blocks,
-    damping: Number | Schedule | None = None,
-    kl_bound: Number | Schedule | None = None,
-    momentum: Number = 0.8,
-    weight_decay: Number = 0.0,
-    max_iterations: int | Array = 5,
-    tolerance: Number = 0.1,
-    precondition: bool = True,
-    decay: Number = 0.95,
-    curvature_every: int | Array = 5,
-    refresh_every: int | Array = 10,
-) -> optax.GradientTransformationExtraArgs:
+    learning_rate: Number | Schedule = 1.0, *, blocks: Blocks,
+    damping: Number | Schedule | None = None, kl_bound: Number | Schedule | None = None,
+    momentum: Number = 0.8, weight_decay: Number = 0.0, max_iterations: int | Array = 5,
+    tolerance: Number = 0.1, precondition: bool = True, decay: Number = 0.95,
+    curvature_every: int | Array = 5, refresh_every: int | Array = 10,
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The natural gradient by conjugate gradients: `kfac` with `scale_by_cg_fac` in its chain.
 
     The arguments are described there; `update` is called likewise.
@@ -291,14 +233,10 @@ def cg_fac(
 
 
 def _chain(
-    name: str,
-    direction: optax.GradientTransformationExtraArgs,
-    learning_rate: Number | Schedule,
-    damping: Number | Schedule | None,
-    kl_bound: Number | Schedule | None,
-    momentum: Number,
+    name: str, direction: optax.GradientTransformationExtraArgs, learning_rate: Number | Schedule,
+    damping: Number | Schedule | None, kl_bound: Number | Schedule | None, momentum: Number,
     weight_decay: Number,
-) -> optax.GradientTransformationExtraArgs:
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     check_range(name, learning_rate=learning_rate, kl_bound=kl_bound, weight_decay=weight_decay)
     check_range(name, below=1, momentum=momentum)
 
@@ -316,16 +254,14 @@ def _chain(
         # A rate that is an array widens narrow steps, and a step left out is as narrow as gradients.
         optax.stateless_with_tree_map(lambda step, param: step.astype(param.dtype)),
     )
-    return adaptation.undo_bad_steps(optax.apply_if_finite(chain, max_consecutive_errors=NEVER))
+    never = jnp.iinfo(jnp.int32).max  # steps in a row that are not finite, after which one is taken
+    return adaptation.undo_bad_steps(optax.apply_if_finite(chain, max_consecutive_errors=never))
 
 
 def for_model(
-    model: nnx.Module,
-    method: Callable[..., optax.GradientTransformation] = kfac,
-    *,
-    others: optax.GradientTransformation | None = None,
-    wrt: Any = nnx.Param,
-) -> optax.GradientTransformationExtraArgs:
+    model: nnx.Module, method: Callable[..., optax.GradientTransformation] = kfac, *,
+    others: optax.GradientTransformation | None = None, wrt: Any = nnx.Param,
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The `optax.partition` of all parameters of a model: layers by curvature, the others by Adam.
 
     Layers are those with curvature factors, of an `mj.Bayesian` their means; the rest are positions,
@@ -338,35 +274,23 @@ def for_model(
         The spreads of a Bayesian model start far from where they end: give `optax.adam(0.1)`.
       wrt: filter of the trained parameters.
 
-    Raises:
-      ValueError: if no layer of the model has curvature factors. TypeError: if `method` does not take
-        `blocks`.
-
-    >>> from functools import partial
-    >>> import optax
-    >>> from flax import nnx
-    >>> import moment_jax as mj
-    >>> model = mj.Bayesian(mj.nn.MLP([3, 4, 1], rngs=nnx.Rngs(0)), mj.Gaussian())
-    >>> method = partial(mj.optim.kfac, momentum=0.9)
-    >>> tx = mj.optim.for_model(model, method, others=optax.adam(0.1))
-    >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    ValueError if no layer of the model has curvature factors, TypeError if `method` takes no `blocks`.
     """
     try:
         inspect.signature(method).bind(blocks=())
     except TypeError as error:
         raise TypeError(
             "`for_model` needs a second-order method that takes blocks=..., such as "
-            "functools.partial(mj.optim.kfac, momentum=0.5). Got "
-            f"{getattr(method, '__name__', type(method).__name__)}. First-order methods such as Adam "
-            "go by themselves, or into others=."
+            f"functools.partial(mj.optim.kfac, momentum=0.5). Got {method!r}. First-order methods such "
+            "as Adam go by themselves, or into others=."
         ) from error
-    blocks = required_blocks("for_model", model, wrt)
-    in_layers = {leaf for block in blocks for leaf in block.leaves}
+    found = blocks.find_blocks(model, wrt)
+    in_layers = {leaf for block in found for leaf in block.leaves}
 
     def label(params: Any) -> Any:
         return jax.tree_util.tree_map_with_path(
-            lambda path, _: "layers" if layers.path_name(path) in in_layers else "others", params
+            lambda path, _: "layers" if blocks.path_name(path) in in_layers else "others", params
         )
 
-    others = optax.adam(1e-2) if others is None else others
-    return optax.partition({"layers": method(blocks=blocks), "others": others}, label)
+    parts = {"layers": method(blocks=found), "others": others or optax.adam(1e-2)}
+    return optax.partition(parts, label)

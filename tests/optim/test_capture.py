@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
-from moment_jax.optim import taps
-from moment_jax.optim.blocks import flatten
+from moment_jax.optim import capture as capturing
+from moment_jax.optim.blocks import ARRANGE, flatten
 from tests.optim.networks import (
     CLASSES,
     DOUBLE,
@@ -54,8 +54,8 @@ def test_rows_of_a_layer_make_its_gradient(layer, x):
     weights = jax.random.normal(KEY, jax.eval_shape(layer, x).shape)
     grads = nnx.grad(lambda layer: jnp.sum(weights * layer(x)))(layer)
     expected = block.matrix(flatten(grads))[0]
-    a, g = taps.ARRANGE[type(layer)](layer, x, weights)
-    factor = taps._reporter(block, jnp.dtype("float64"), called)(a, g)
+    a, g = ARRANGE[type(layer)](layer, x, weights)
+    factor = capturing._report(block, jnp.dtype("float64"), called, a, g)
     assert called == {block.name}
     assert factor.weight == a.shape[0] * a.shape[1]
     a, g = a.reshape(factor.weight.astype(int), -1), g.reshape(factor.weight.astype(int), -1)
@@ -242,7 +242,10 @@ P, Q = jax.nn.softmax(LOGITS), jax.nn.sigmoid(LOGITS)
     ("prediction", "exact"),
     [
         (optim.CategoricalPrediction, np.diag(P) - np.outer(P, P)),
-        (optim.BernoulliPrediction, np.diag(Q * (1 - Q))),
+        (
+            lambda f: optim.CategoricalPrediction(jnp.stack([0 * f, f], axis=-1)),
+            np.diag(Q * (1 - Q)),
+        ),
         (lambda f: optim.NormalPrediction(f, 0.5), 4 * np.eye(3)),
     ],
     ids=["categorical", "bernoulli", "normal"],

@@ -78,7 +78,7 @@ VALUE_ERRORS = [
     (lambda: KFAC().update(PARAMS, start(PARAMS)), r"update\(grads, state, params, factors=f"),
     (partial(start, PARAMS, OTHERS), "Layer 'hidden' .* 'hidden/kernel'.*find_blocks"),
     *((partial(unwrapped, w), "undo_bad_steps") for w in (optim.adapt_damping, optim.trust_region)),
-    (partial(optim.for_model, nnx.Dropout(0.1)), "for_model.*find_blocks"),
+    (partial(optim.for_model, nnx.Dropout(0.1)), "find_blocks.*Dropout"),
     (partial(CG_FAC, damping=-1.0), "damping >= 0"),
     (partial(CG_FAC, max_iterations=0), "max_iterations >= 1"),
     (partial(CG_FAC, tolerance=-0.1), "tolerance >= 0"),
@@ -93,7 +93,7 @@ VALUE_ERRORS = [
     (partial(optim.adapt_damping, KFAC(), initial=-1.0), "initial >= 0"),
     (partial(optim.trust_region, KFAC(), rate=-1.0), "rate >= 0"),
     (partial(captured, lambda *args: (jnp.ones(2), classify(*args)[1])), "must be a scalar"),
-    (partial(captured, model=partial(nnx.Dropout, 0.1)), "value_grad_and_factors.*find_blocks"),
+    (partial(captured, model=partial(nnx.Dropout, 0.1)), "find_blocks.*Dropout"),
     *((partial(captured, idle, wrap=w), "layer 'out'") for w in (nnx.jit, lambda fn: fn)),
 ]
 TYPE_ERRORS = [

@@ -10,8 +10,7 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
-from moment_jax.optim import solvers
-from moment_jax.optim.blocks import apply_curvature
+from moment_jax.optim import curvature
 from tests.optim.networks import classify, close
 
 optim = mj.optim
@@ -27,7 +26,7 @@ def test_the_row_pair_product_is_the_kronecker_operator():
     theta = g @ v.T @ a.T  # theta[i, j] = g_i^T V^T a_j
     printed = sum(theta[i, j] * np.outer(a[j], g[i]) for i in range(6) for j in range(6)) / 6**2
     factor = optim.KroneckerFactor((a.T @ a / 6)[None], (g.T @ g / 6)[None], np.ones(()))
-    close(apply_curvature(factor, v[None])[0], printed)
+    close(curvature.apply_curvature(factor, v[None])[0], printed)
 
 
 @jax.jit
@@ -37,7 +36,7 @@ def solve(spectrum, grad, pair, damping, max_iterations, tolerance):
         jax.vmap(jnp.diag)(spectrum), jnp.tile(jnp.eye(2), (2, 1, 1)), 1.0
     )
     options = {"max_iterations": max_iterations, "tolerance": tolerance}
-    return solvers.iterated(pair, factor, grad, damping, **options)
+    return curvature.iterated(pair, factor, grad, damping, **options)
 
 
 def test_as_many_iterations_as_eigenvalues_solve_each_layer():
@@ -49,7 +48,7 @@ def test_as_many_iterations_as_eigenvalues_solve_each_layer():
     assert np.abs(one[1] - grad[1] / damped[1]).max() > 1e-3
     close(four, grad / damped)
     inverse = jax.vmap(jnp.diag)(1 / damped[:, :, 0])
-    pair = solvers.InversePair(inverse, jnp.tile(jnp.eye(2), (2, 1, 1)))
+    pair = curvature.InversePair(inverse, jnp.tile(jnp.eye(2), (2, 1, 1)))
     close(solve(spectrum, grad, pair, 0.5, 1, 0.0), grad / damped)
     assert not np.any(solve(spectrum, grad, None, 0.5, 4, 1.0))  # the tolerance
 
@@ -67,8 +66,8 @@ def test_an_inversion_that_fails_leaves_the_old_inverse():
         jnp.tile(jnp.eye(5), (2, 1, 1)), jnp.ones((2, 1, 1)), jnp.ones(())
     )
     bad = {"": factor._replace(inputs=factor.inputs.at[1, 3, 3].set(-1.0))}
-    old, yes = solvers.no_inverses(bad), jnp.ones((), bool)
-    new = solvers.refreshed(old, bad, jnp.float32(0.01), yes, yes, 10)
+    old, yes = curvature.no_inverses(bad), jnp.ones((), bool)
+    new = curvature.refreshed(old, bad, jnp.float32(0.01), yes, yes, 10)
     np.testing.assert_allclose(new.pairs[""].inputs[0], np.eye(5) / 1.1, rtol=1e-6)
     assert not np.any(new.pairs[""].inputs[1])
 
@@ -82,10 +81,10 @@ def test_calls_of_lapack():
     def calls(fn):
         return set(re.findall(r"@lapack_.* : \(tensor<(.*?)x[a-z]", jax.jit(fn).lower().as_text()))
 
-    assert not calls(lambda: solvers.damped_inverses(factor, factor, jnp.ones(())))
+    assert not calls(lambda: curvature.damped_inverses(factor, factor, jnp.ones(())))
     table = {"table": optim.EmbeddingFactor(factor[0], factor, jnp.ones(()))}
-    start, yes = solvers.no_inverses(table), jnp.ones((), bool)
-    assert calls(lambda: solvers.refreshed(start, table, 1.0, yes, yes, 10)) == {"5x5"}
+    start, yes = curvature.no_inverses(table), jnp.ones((), bool)
+    assert calls(lambda: curvature.refreshed(start, table, 1.0, yes, yes, 10)) == {"5x5"}
 
 
 @pytest.mark.parametrize("make", [optim.kfac, optim.cg_fac])

@@ -9,7 +9,8 @@ import optax
 import pytest
 
 import moment_jax as mj
-from moment_jax.optim.blocks import LayerBlock, quadratic_form
+from moment_jax.optim.blocks import LayerBlock
+from moment_jax.optim.curvature import quadratic_form
 from tests.optim.networks import close, compiled
 
 optim = mj.optim

@@ -1,0 +1,234 @@
+"""Factors of the curvature F of layers, and solutions of (F + damping I) x = grad with them.
+
+A factor holds averages over a batch, as an operator that can be averaged. L counts the layers of a stack
+(1 for a single layer), N the examples; tokens are rows as examples are, so that a and g are (rows, in)
+and (rows, out). `weight` is 1 for new factors and 0 where none were taken.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from moment_jax import linalg
+from moment_jax.xla import diagonal_of, on_diagonal
+
+LEAST_RELATIVE_DAMPING = 8  # rounding units of the trace, which a Cholesky factorisation needs
+
+
+class KroneckerFactor(NamedTuple):
+    """F = inputs (x) outputs, of a dense layer: theta of Algorithm 1 over all pairs of rows."""
+
+    inputs: Array  # (L, rows, rows): the average of a a^T, with a one appended to a for the bias
+    outputs: Array  # (L, columns, columns): the sum of g g^T over all rows, divided by N
+    weight: Array  # ()
+
+
+class EmbeddingFactor(NamedTuple):
+    """F = diag(frequencies) (x) outputs, of a table whose inputs are one-hot."""
+
+    frequencies: Array  # (L, rows)
+    outputs: Array  # (L, columns, columns)
+    weight: Array  # ()
+
+
+class DiagonalFactor(NamedTuple):
+    """The diagonal of F, of a normalisation."""
+
+    squares: Array  # (L, rows, columns)
+    weight: Array  # ()
+
+
+Factor = KroneckerFactor | EmbeddingFactor | DiagonalFactor
+Factors = dict[str, Factor]
+
+
+def apply_curvature(factor: Factor, matrix: Array) -> Array:
+    """F V, (L, rows, columns), without forming F: Algorithm 1's function FV, but for its damping."""
+    if isinstance(factor, KroneckerFactor):
+        return jnp.matmul(jnp.matmul(factor.inputs, matrix), factor.outputs)
+    if isinstance(factor, EmbeddingFactor):
+        return factor.frequencies[:, :, None] * jnp.matmul(matrix, factor.outputs)
+    return factor.squares * matrix
+
+
+def quadratic_form(factor: Factor, matrix: Array) -> Array:
+    """<V, F V>, summed over the layers of a stack."""
+    if isinstance(factor, KroneckerFactor):
+        # <A V, V G>: XLA for CPU would fuse the last product of A V G into the sum, six times as slow.
+        return jnp.sum(jnp.matmul(factor.inputs, matrix) * jnp.matmul(matrix, factor.outputs))
+    return jnp.sum(matrix * apply_curvature(factor, matrix))
+
+
+def averaged(averages: Factors, new: Factors, decay: float | Array, finite: Array) -> Factors:
+    """The exponential averages with one more factor each; unchanged where it has no weight.
+
+    They are bias-corrected: an average is divided by the sum of the weights so far, kept as its weight.
+    Correcting at reading time instead would store every factor twice.
+    """
+
+    def one(average: Factor, new: Factor) -> Factor:
+        take = (new.weight > 0) & finite
+        share = jnp.where(take, 1 - jnp.asarray(decay, jnp.float32), 0).astype(average.weight.dtype)
+        weight = average.weight + share * (1 - average.weight)
+        step = share / jnp.where(weight > 0, weight, 1)
+
+        def mix(old: Array, new: Array) -> Array:
+            # `where`, because a factor that is not taken may hold NaN.
+            return jnp.where(
+                take, old + step.astype(old.dtype) * (new.astype(old.dtype) - old), old
+            )
+
+        mixed: Any = jax.tree.map(mix, average, new)
+        return mixed._replace(weight=weight)
+
+    return {key: one(averages[key], each) for key, each in new.items()}
+
+
+# -- solutions, by stored inverses and by iterations ---------------------------------------------------
+
+
+class InversePair(NamedTuple):
+    """(A + a I)^-1 and (G + g I)^-1 of L layers; of a table, eigenvalues and eigenvectors of G."""
+
+    inputs: Array
+    outputs: Array
+
+
+class Inverses(NamedTuple):
+    """Inverses by group of layers, and when they were computed."""
+
+    pairs: dict[str, InversePair]
+    age: Array  # steps since the last refresh; negative before the first
+    interval: Array  # steps from it to the next, 1, 2, 4, ...: averages of few batches change most
+
+
+def no_inverses(averages: Factors) -> Inverses:
+    """The state before the first inversion: zeros, so that steps are zero."""
+    pairs = {}
+    for key, factor in averages.items():
+        if not isinstance(factor, DiagonalFactor):
+            first = factor.outputs[:, 0] if isinstance(factor, EmbeddingFactor) else factor.inputs
+            pairs[key] = InversePair(jnp.zeros_like(first), jnp.zeros_like(factor.outputs))
+    return Inverses(pairs, jnp.int32(-1), jnp.int32(0))
+
+
+def refreshed(
+    inverses: Inverses, factors: Factors, damping: Array, fresh: Array, known: Array, every: Any
+) -> Inverses:
+    """New inverses of the current averages where they are due, else the old ones.
+
+    A refresh waits for `fresh` curvature, the first one until it is `known`. (Choosing between two
+    afterwards would keep both in memory.)
+    """
+    wanted = jnp.asarray(every, jnp.int32)
+    due = (inverses.age + 1 >= jnp.minimum(inverses.interval, wanted)) & fresh
+    due = ((inverses.age < 0) | due) & known
+
+    def invert() -> dict[str, InversePair]:
+        return {key: _inverted(factors[key], damping, old) for key, old in inverses.pairs.items()}
+
+    pairs = jax.lax.cond(due, invert, lambda: inverses.pairs)
+    age = jnp.where(due, 0, inverses.age + known)
+    grown = jnp.where(due, jnp.clip(2 * inverses.interval, 1, wanted), inverses.interval)
+    return Inverses(pairs, age, grown)
+
+
+def _inverted(factor: Factor, damping: Array, old: InversePair) -> InversePair:
+    """The inverses of a group; the old ones of layers where new ones are not finite."""
+    if isinstance(factor, KroneckerFactor):
+        new = damped_inverses(factor.inputs, factor.outputs, damping)
+    else:
+        values, vectors = jax.vmap(linalg.eigh)(factor[1])
+        new = InversePair(jnp.maximum(values, 0), vectors)
+
+    @jax.vmap
+    def choose(new: InversePair, old: InversePair) -> InversePair:
+        good = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in new]))
+        return jax.tree.map(lambda x, y: jnp.where(good, x, y).astype(y.dtype), new, old)
+
+    return choose(new, old)
+
+
+def damped_inverses(inputs: Array, outputs: Array, damping: Array) -> InversePair:
+    """Inverses of A + pi sqrt(gamma) I and G + sqrt(gamma) / pi I, (L, n, n).
+
+    pi^2 = (tr A / dim A) / (tr G / dim G). At least a few rounding units of the trace are added, so that
+    float32 factors of any condition number can be inverted.
+    """
+    a, g = (jnp.mean(diagonal_of(f), axis=-1) for f in (inputs, outputs))
+    tiny = jnp.finfo(a.dtype).tiny
+    pi = jnp.sqrt(jnp.maximum(a, tiny) / jnp.maximum(g, tiny))
+    pi = jnp.where((a > tiny) & (g > tiny), pi, 1)
+
+    def inverse(factor: Array, damping: Array) -> Array:
+        trace = jnp.sum(diagonal_of(factor), axis=-1)
+        unit = jnp.finfo(trace.dtype).eps
+        least = jnp.where(trace > 0, LEAST_RELATIVE_DAMPING * unit * trace, 1)
+        added = jnp.maximum(damping.astype(trace.dtype), least)
+        damped = factor + jnp.where(on_diagonal(factor.shape), added[:, None, None], 0)
+        root = jax.vmap(linalg.inverse_root)(damped)
+        return jnp.matmul(jnp.swapaxes(root, 1, 2), root)
+
+    root = jnp.sqrt(damping)
+    return InversePair(inverse(inputs, pi * root), inverse(outputs, root / pi))
+
+
+def apply_inverse(pair: InversePair | None, factor: Factor, grad: Array, damping: Array) -> Array:
+    """(F + damping I)^-1 applied to a gradient (L, rows, columns), by a group's inverse.
+
+    Kronecker factors are damped as of their last refresh, others now; without a pair it is the gradient.
+    """
+    if pair is None:
+        return grad
+    if isinstance(factor, KroneckerFactor):
+        return jnp.matmul(jnp.matmul(pair.inputs, grad), pair.outputs)
+    assert isinstance(factor, EmbeddingFactor)  # a diagonal is divided by
+    values, vectors = pair
+    by = factor.frequencies[:, :, None] * values[:, None, :] + damping
+    return jnp.matmul(divided(jnp.matmul(grad, vectors), by), jnp.swapaxes(vectors, 1, 2))
+
+
+def divided(array: Array, by: Array) -> Array:
+    """The quotient, or 0 where `by` is not positive: no step without curvature or damping."""
+    return jnp.where(by > 0, array / jnp.where(by > 0, by, 1), 0)
+
+
+def iterated(
+    pair: InversePair | None, factor: Factor, grad: Array, damping: Array, *,
+    max_iterations: int | Array, tolerance: float | Array,
+) -> Array:  # fmt: skip
+    """(F + damping I)^-1 grad of a group, by conjugate gradients, preconditioned by a pair.
+
+    Brownian document, Algorithm 1, with alpha_k in the updates of x and r. A layer stops when its
+    residual is at most `tolerance` times |grad|, or at a direction without positive finite curvature.
+    `jax.scipy.sparse.linalg.cg` divides by such a curvature (NaN from a singular F without damping), and
+    takes one product with F more, where one to three do.
+    """
+
+    def dot(left: Array, right: Array) -> Array:
+        return jnp.sum(left * right, axis=(1, 2), keepdims=True)
+
+    def unfinished(state: Any) -> Array:
+        return (state[0] < max_iterations) & jnp.any(state[-1])
+
+    def iterate(state: Any) -> Any:
+        step, x, residual, direction, rho, active = state
+        pushed = apply_curvature(factor, direction) + damping * direction
+        curvature = dot(direction, pushed)
+        active &= (curvature > 0) & jnp.isfinite(curvature) & jnp.isfinite(rho)
+        alpha = rho / jnp.where(active, curvature, 1)
+        x = jnp.where(active, x + alpha * direction, x)
+        residual = jnp.where(active, residual - alpha * pushed, residual)
+        scaled = apply_inverse(pair, factor, residual, damping)
+        new = dot(residual, scaled)
+        beta = new / jnp.where(rho == 0, 1, rho)
+        direction = jnp.where(active, scaled + beta * direction, direction)
+        active &= dot(residual, residual) > limit
+        return step + 1, x, residual, direction, new, active
+
+    limit = jnp.asarray(tolerance, grad.dtype) ** 2 * dot(grad, grad)
+    direction = apply_inverse(pair, factor, grad, damping)
+    first = jnp.int32(0), jnp.zeros_like(grad), grad, direction, dot(grad, direction)
+    return jax.lax.while_loop(unfinished, iterate, (*first, dot(grad, grad) > limit))[1]
