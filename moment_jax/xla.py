@@ -38,11 +38,8 @@ def materialized(tree: T) -> T:
     copied. The identity elsewhere: on other platforms, and outside jit.
 
     It is a primitive because the same thing built from JAX operations is traced four times by every
-    transformation. It is linear, and works under `jvp`, `vmap`, `grad`, `checkpoint` and `scan`.
-
-    Args:
-      tree: an array or a pytree. Only floating-point arrays are stored, constants included; using one
-        computes all of them.
+    transformation. It is linear, and works under `jvp`, `vmap`, `grad`, `checkpoint` and `scan`. Of a
+    pytree only floating-point arrays are stored, constants included; using one computes all of them.
     """
     leaves, structure = jax.tree.flatten(tree)
     arrays = [leaf for leaf in leaves if _is_float(leaf)]
