@@ -245,8 +245,10 @@ def known(cls: Any) -> Any:
 
 def _block(name: str, layer: Any) -> LayerBlock | None:
     """The parameters of a layer, or None if it is not observed."""
+    if known(type(layer)) is None or not _is_plain(layer):
+        return None
     leaves = [leaf for leaf in (*KINDS, "bias") if getattr(layer, leaf, None) is not None]
-    if known(type(layer)) is None or not _is_plain(layer) or not leaves:
+    if not leaves:
         return None
     paths = tuple(f"{name}/{leaf}" if name else leaf for leaf in leaves)
     shapes = tuple(tuple(getattr(layer, leaf).shape) for leaf in leaves)
