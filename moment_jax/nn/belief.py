@@ -1,6 +1,7 @@
-"""A Gaussian belief about one weight array: its variational parameters and its prior."""
+"""A Gaussian belief about one weight array, and the first ones about all arrays of a network."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,6 +25,9 @@ FAMILIES: dict[Any, tuple[str, ...]] = {
     families.OutputShared: ("scale",),
     families.KroneckerEigen: ("in_basis", "out_basis", "scale"),
 }
+OF_MATRICES = families.OutputShared, families.KroneckerEigen
+Path = tuple[Any, ...]
+Family = type[Posterior] | Callable[[Path], type[Posterior]]
 
 
 class VariationalMean(nnx.Param):
@@ -77,8 +81,7 @@ class Belief(Module):
                 "`Belief` needs positive scale and prior_scale. Got "
                 f"{scale} and {prior_scale}. For a certain array, use family=Point."
             )
-        of_matrices = (families.OutputShared, families.KroneckerEigen)
-        if mean.ndim != 2 and family in of_matrices:
+        if mean.ndim != 2 and family in OF_MATRICES:
             raise ValueError(
                 f"`Belief` needs a matrix for {family.__name__}. Got an array of shape "
                 f"{tuple(mean.shape)}; for biases, gains and positions use Factorized."
@@ -224,3 +227,61 @@ def _spread(name: str, raw: Array) -> Array:
         return jnp.linalg.qr(raw)[0]
     factor = jnp.tril(raw, -1) + diagonal_matrix(jax.nn.softplus(diagonal_of(raw)))
     return factor @ factor.T
+
+
+def begun(
+    arrays: dict[Path, Array], family: Family, relative_scale: float, prior: dict[str, Any]
+) -> dict[Path, Belief]:
+    """The first belief about each array, its mean; `Factorized` of vectors."""
+    if not 0 < relative_scale < np.inf:
+        raise ValueError(f"`mj.Bayesian` needs relative_scale > 0. Got {relative_scale}.")
+    found = {}
+    for path, value in arrays.items():
+        kind: Any = family if isinstance(family, type) else family(path)
+        if kind not in FAMILIES:
+            Belief(value, family=kind)  # raises
+        shape = tuple(value.shape)
+        matrix: tuple[int, ...] = matrix_shape(str(path[-1]), shape)
+        if kind not in OF_MATRICES:
+            matrix = shape
+        elif matrix[1] == 1:
+            if not isinstance(family, type):
+                raise ValueError(
+                    f"`family` needs to fit every array. Got {kind.__name__}, a family of "
+                    f"matrices, for the vector {joined(path)}. Return Factorized for it."
+                )
+            kind, matrix = families.Factorized, shape
+        scale = relative_scale * jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(value))), 0.1)
+        found[path] = Belief(value.reshape(matrix), family=kind, scale=scale, shape=shape, **prior)
+    return found
+
+
+def placed(beliefs: Any, known: dict[Path, Any], prior: dict[str, Any]) -> dict[Path, Any]:
+    """Beliefs and arrays by path, of a tree of posteriors in the places and shapes of parameters."""
+    tree = nnx.to_pure_dict(beliefs) if isinstance(beliefs, nnx.State) else beliefs
+    found = nnx.traversals.flatten_mapping(tree) if isinstance(tree, dict) else {(): tree}
+    found = {path: x for path, x in found.items() if x is not None}
+    for path, x in found.items():
+        mean = x.mean if isinstance(x, Posterior) else x
+        wanted = tuple(known[path][...].shape) if path in known else None
+        if wanted is None or getattr(mean, "shape", None) != wanted:
+            places = ", ".join(f"{joined(p)} {tuple(v[...].shape)}" for p, v in known.items())
+            raise ValueError(
+                "`mj.Bayesian` needs beliefs in the places and shapes of the network's parameters: "
+                f"{places}. Got {type(x).__name__} of shape {getattr(mean, 'shape', None)} at "
+                f"'{joined(path)}'. Start from nnx.to_pure_dict(nnx.state(network, nnx.Param))."
+            )
+    if not any(isinstance(x, Posterior) for x in found.values()):
+        raise ValueError("`mj.Bayesian` needs a belief about one array at least. Got none.")
+    for path, x in found.items():
+        try:
+            of_x = Belief.of(x, **prior) if isinstance(x, Posterior) else jnp.asarray(x)
+        except ValueError as error:
+            raise ValueError(f"`mj.Bayesian`: {error} It is at {joined(path)}.") from error
+        found[path] = of_x
+    return found
+
+
+def joined(path: Path) -> str:
+    """For messages."""
+    return "/".join(map(str, path))
