@@ -27,7 +27,6 @@ from moment_jax.covariance.numerics import (
     vector_variance,
     weighted_sum,
 )
-from moment_jax.covariance.pool import pool_seen
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
 NARROW = 12  # up to this many features `add_branch` restores positive semidefiniteness
@@ -151,10 +150,6 @@ class Separable(Covariance):
         own = tg.diagonal_of(self.features)
         return safe_divide(own, jnp.sum(own))
 
-    def average(self, gain: Array) -> Array:
-        """A gain (T, D) averaged over tokens, (D,), by each token's covariance with the pooled sum."""
-        return average_gain(self.pool, self.tokens, gain)
-
     def to_dense(self) -> Array:
         scale = safe_sqrt(self.variances)
         tokens, features = (
@@ -189,7 +184,7 @@ class Separable(Covariance):
     def seen_by(self, mask: Array | None, *, memory: bool = False) -> Self:
         if mask is None or getattr(mask, "shape", ())[-1:] != self.shape[:1]:
             return self  # attention raises an error for a wrong shape
-        return self.pooled(pool_seen(mask, tg.diagonal_of(self.tokens) > 0, memory=memory))
+        return self.pooled(tg.pool_seen(mask, tg.diagonal_of(self.tokens) > 0, memory=memory))
 
     def check_mask(self, call: str, mask: Array) -> None:
         t, count = self.shape[0], tg.count_of(self.tokens)
@@ -390,12 +385,6 @@ class Separable(Covariance):
 def agreeing(features: Array, tokens: tg.Tokens, pool: Array) -> Array:
     """C with the trace that the token Gram matrix says, p^T G p."""
     return features * safe_divide(tg.vecmat(pool, tokens) @ pool, jnp.sum(tg.diagonal_of(features)))
-
-
-def average_gain(pool: Array, tokens: tg.Tokens, gain: Array) -> Array:
-    """A gain (T, D) averaged over tokens, (D,), by each token's covariance with the pooled sum."""
-    shares = pool * tg.vecmat(pool, tokens)
-    return safe_divide(shares @ gain, jnp.sum(shares))
 
 
 def kernel_noise(weights: RandomKernel, features: Array | None, rows: Array) -> Array:

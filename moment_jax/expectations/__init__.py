@@ -24,20 +24,8 @@ from moment_jax.expectations.softmax import (
 from moment_jax.expectations.softmax_mean import ScoreCovariance, expected_softmax, masked_softmax
 
 __all__ = [
-    "ElementwiseMoments",
-    "ScoreCovariance",
-    "SoftmaxExpansion",
-    "elementwise",
-    "expected_softmax",
-    "expected_softmax_jacobian",
-    "gelu",
-    "logsumexp_mean",
-    "masked_softmax",
-    "of",
-    "piecewise_linear",
-    "rectified",
-    "softmax_expansion",
-    "softmax_jacobian",
-    "softmax_mean",
-    "softmax_moments",
-]
+    "ElementwiseMoments", "ScoreCovariance", "SoftmaxExpansion", "elementwise",
+    "expected_softmax", "expected_softmax_jacobian", "gelu", "logsumexp_mean", "masked_softmax",
+    "of", "piecewise_linear", "rectified", "softmax_expansion", "softmax_jacobian",
+    "softmax_mean", "softmax_moments",
+]  # fmt: skip

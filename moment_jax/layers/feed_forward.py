@@ -6,10 +6,11 @@ from typing import Any
 from jax import Array
 
 from moment_jax import expectations
+from moment_jax.expectations.activations import Formula
 from moment_jax.layers.checks import check_kernel, check_moments
 from moment_jax.layers.dense import dense
 from moment_jax.layers.params import FeedForwardParams, S
-from moment_jax.layers.rules import Carry, Moments, rules_of
+from moment_jax.layers.rules import Carry, rules_of
 from moment_jax.xla import materialized_inputs
 
 Activation = str | Callable[[Array], Array]
@@ -105,7 +106,7 @@ def feed_forward_with_carry(
 
 
 def _layer_by_layer(
-    mean: Array, cov: S, params: FeedForwardParams, activation: Moments
+    mean: Array, cov: S, params: FeedForwardParams, activation: Formula
 ) -> tuple[Array, S, Carry]:
     """The rule of structures without one of their own: `dense`, the activation, `dense`."""
     hidden, hidden_cov = dense(mean, cov, params.hidden)

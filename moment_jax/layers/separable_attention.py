@@ -27,11 +27,10 @@ from moment_jax.covariance import numerics
 from moment_jax.covariance import token_gram as tg
 from moment_jax.covariance.cross import SeparableCross
 from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt, weighted_sum
-from moment_jax.covariance.pool import pool_scores
 from moment_jax.covariance.separable import Separable, agreeing, kernel_noise, outer_by_share
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.expectations.softmax_mean import quick_expected_softmax
-from moment_jax.layers import heads
+from moment_jax.layers import rules
 from moment_jax.layers.params import AttentionParams, DenseParams, bias_cov, with_bias
 from moment_jax.layers.rules import Attending, Carry
 from moment_jax.xla import diagonal_matrix, materialized
@@ -104,13 +103,13 @@ def attention(
     # At landmarks what cancels is approximated, and bfloat16 would not cancel.
     exact = any(isinstance(c.tokens, tg.TokenGram) for c in (cov, source_cov))
     with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
-        out = heads.each_head(
+        out = rules.each_head(
             lambda each: _one_head(each, sequence, order), head, h * len(mean) * len(source)
         )
 
     # G: each head's own, the output kernel's noise, and what pairs of heads share. All heads average the
     # same noise of x in the values; pairs of heads do with their mean weights.
-    count, mixed = tg.count_of(cov.tokens), heads.merge_heads(out.mean)
+    count, mixed = tg.count_of(cov.tokens), rules.merge_heads(out.mean)
     common = common.reshape(*(h, len(common) // h) * 2)
     between = jnp.sum(common * numerics.gram(output).reshape(common.shape), axis=(1, 3))
     shared = jnp.sum(between) - jnp.sum(tg.diagonal_of(between))  # by pairs of different heads
@@ -156,7 +155,7 @@ def _sequence(
     """Token patterns of x, of the source, and of the noise of the three kernels."""
     source, source_cov = (mean, cov) if memory is None else memory
     count, mask = tg.count_of(source_cov.tokens), attending.mask
-    of_key = pool_scores(source_cov.pool, mask) if memory is None else source_cov.pool
+    of_key = tg.pool_scores(source_cov.pool, mask) if memory is None else source_cov.pool
     of_query = of_key if memory is None else cov.pool
     query, *others = (
         layer.kernel.input_metric() for layer in (params.query, params.key, params.value)
@@ -202,7 +201,7 @@ def _heads(
     kernels = output.mean.reshape(h, -1, output.shape[1])
     metric = kernels @ jnp.swapaxes(kernels, 1, 2) + _blocks(output.input_metric(), h)
     linked = queries @ jnp.sum(query.kernel * key.kernel, axis=2).T
-    drawn = heads.split_heads(drawn, h)
+    drawn = rules.split_heads(drawn, h)
     return _Head(query, key, value, differences, metric, drawn, linked, attending.mask)
 
 
@@ -215,12 +214,12 @@ def _projection(
     `features` is C, or its diagonal, and `by_mean` (H, K, K) what the kernel's mean makes of it.
     `weights` (T,) are those of the tokens in the sum of squares.
     """
-    kernels = heads.split_heads(layer.kernel.mean, h)
+    kernels = rules.split_heads(layer.kernel.mean, h)
     if by_mean is None:
         by_mean = jax.vmap(lambda each: numerics.gram(each.T, features))(kernels)
     by_input = kernel_noise(layer.kernel, features, jnp.zeros_like(mean[:1]))
     return Projection(
-        heads.rotate(heads.split_heads(layer.mean_output(mean), h), turn),
+        rules.rotate(rules.split_heads(layer.mean_output(mean), h), turn),
         kernels,
         by_mean + _blocks(by_input, h),
         _blocks(kernel_noise(layer.kernel, None, safe_sqrt(weights)[:, None] * mean), h),
@@ -289,7 +288,7 @@ def _one_head(head: _Head, sequence: _Sequence, order: int) -> _Output:
     g = jnp.ones_like(p)
     if order == 2:  # law of total variance
         found = nonnegative(tg.diagonal_of(G))
-        g, _ = heads.kept_jacobian(found, W @ tg.diagonal_of(V), tg.diagonal_of(aa))
+        g, _ = rules.kept_jacobian(found, W @ tg.diagonal_of(V), tg.diagonal_of(aa))
         G = tg.bound(g[:, None] * G * g[None, :], g * safe_sqrt(found))
 
     Q = (p * g)[:, None] * A * (p * g)[None, :]
@@ -301,9 +300,9 @@ def _one_head(head: _Head, sequence: _Sequence, order: int) -> _Output:
         jnp.sum(BQ * N_) - 2 * jnp.sum(QB * WN) + tg.total(QWB * WNW)
     )  # the same of the noise, tr M C
     if order == 2:  # no more than the values' variance under the weights, in every token at once
-        most = p @ safe_sqrt(heads.left_within(W @ v**2, a**2))
+        most = p @ safe_sqrt(rules.left_within(W @ v**2, a**2))
         C = jnp.clip(C, -most[:, None] * most[None, :], most[:, None] * most[None, :])
-        most = p @ safe_sqrt(heads.left_within(W @ tg.diagonal_of(noise), tg.diagonal_of(WNW)))
+        most = p @ safe_sqrt(rules.left_within(W @ tg.diagonal_of(noise), tg.diagonal_of(WNW)))
         n = jnp.minimum(n, most**2)
     C = C + safe_divide(nonnegative(n), jnp.sum(value.by_input * M)) * value.by_input
 
