@@ -96,10 +96,6 @@ class Factored(NamedTuple):
     inverse: Array  # (r, r)
     rest: Array  # (T,)
 
-    @property
-    def ndim(self) -> int:
-        return 2
-
     def __matmul__(self, rows: Array) -> Array:
         low = _dot(self.inverse, _dot(self.columns.T, rows))
         return _dot(self.columns, low) + self.rest[:, None] * rows
@@ -429,10 +425,8 @@ def _low_rank(columns: Array) -> tuple[Array, Array]:
     own = nonnegative(xla.diagonal_of(columns[places]))
     scale = safe_divide(jnp.ones((), own.dtype), safe_sqrt(own))
     columns = columns * scale[None, :]
-    core = scale[:, None] * columns[places]
-    return columns, ridge_inverse(
-        0.5 * (core + core.T), _RIDGE
-    )  # approximated columns need not be symmetric
+    core = scale[:, None] * columns[places]  # approximated columns need not be symmetric
+    return columns, ridge_inverse(0.5 * (core + core.T), _RIDGE)
 
 
 def _quadratic(rows: Array, metric: Array) -> Array:

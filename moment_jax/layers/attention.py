@@ -30,21 +30,15 @@ def attention(
 
     Assumes that x and the four weight matrices are independent of each other.
 
-    Args:
-      mean: E[x], (T, D).
-      cov: covariance of x, a structure of shape (T, D).
+    Args (mean, cov, results and errors are those of `dense`):
       params: beliefs about the kernels (D, H K) of query, key and value and (H K, D) of the output.
-      num_heads: H.
+      num_heads: H, a divisor of their width.
       mask: (T, T), (1, T) for all queries, or (H, T, T) boolean, True where a query (row) may look at a
         key (column). Masked keys get a weight of exactly zero, a query with no key left a zero output.
       order: 1 (Taylor at the mean, as derived) or 2.
 
-    Returns:
-      Mean (T, D) and covariance of the output, in the structure of `cov`. With a mask, the feature Gram
-      matrix of `Separable` is from here on that of the tokens which no query is denied.
-
-    Raises:
-      ValueError: if shapes do not fit or the heads do not divide the width.
+    With a mask, the feature Gram matrix of `Separable` is from here on that of the tokens which no query
+    is denied.
 
     Source: Transformer derivation, sections 4.2 to 4.4.
     """
@@ -71,23 +65,12 @@ def cross_attention(
     Assumes that x, the memory and the four weight matrices are mutually independent. In a decoder this
     holds for the first block only; in later ones x depends on the memory.
 
-    Args:
-      mean: E[x], (T, D).
-      cov: covariance of x, a structure of shape (T, D).
+    Args (the others, the results and the errors are those of `attention`):
       memory_mean: mean of the memory, (S, E).
-      memory_cov: its covariance, of shape (S, E), in the structure of `cov`.
+      memory_cov: its covariance, of shape (S, E), in the structure of `cov`; TypeError in another.
       params: beliefs about the kernels (D, H K) of query, (E, H K) of key and value, (H K, D) of the
         output.
-      num_heads: H.
-      mask: (T, S), (1, S) or (H, T, S) boolean, True where a query may look, as for `attention`.
-      order: 1 or 2, as for `attention`.
-
-    Returns:
-      Mean (T, D) and covariance of the output, in the structure of `cov`.
-
-    Raises:
-      ValueError: if shapes do not fit or the heads do not divide the width.
-      TypeError: if the two covariances have different structures.
+      mask: (T, S), (1, S) or (H, T, S) boolean, True where a query may look.
 
     Source: Transformer derivation, sections 1.1 and 4.2 to 4.4.
     """

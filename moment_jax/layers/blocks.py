@@ -47,22 +47,11 @@ def encoder_block(
 
     Assumes that x and the parameters of all sublayers are mutually independent.
 
-    Args:
-      mean: E[x], (T, D).
-      cov: covariance of x, a structure of shape (T, D).
+    Args (mean, cov, `num_heads`, `mask`, `order`, results and errors are those of `attention`):
       params: beliefs about the parameters.
-      num_heads: number of attention heads.
       norm_first: False for post-norm, True for pre-norm.
       activation: "relu", "gelu", or a JAX function of a scalar, such as `jnp.tanh`.
-      mask: (T, T), (1, T) for all queries, or (H, T, T) boolean, True where a query may look at a key.
       epsilon: added to the variance in the normalisations.
-      order: 1 (Taylor at the mean, as derived) or 2.
-
-    Returns:
-      Mean (T, D) and covariance of the output, in the structure of `cov`.
-
-    Raises:
-      ValueError: if shapes do not fit or the heads do not divide the width.
 
     Source: Transformer derivation, section 4.
     """
@@ -101,14 +90,11 @@ def decoder_block(
     Assumes that x, the memory and the parameters of all sublayers are mutually independent. From the
     second block on x depends on the memory; that dependence is ignored.
 
-    Args (the others, the results and the errors are those of `encoder_block`):
+    Args (the others, the results and the errors are those of `encoder_block` and `cross_attention`):
       memory_mean: mean of the encoder's output, (S, E).
       memory_cov: its covariance, of shape (S, E), in the structure of `cov`.
-      mask: for self-attention, as there.
+      mask: for self-attention.
       memory_mask: for cross-attention, (T, S), (1, S) or (H, T, S).
-
-    Raises:
-      TypeError: if the two covariances have different structures.
 
     Source: Transformer derivation, section 1.1.
     """

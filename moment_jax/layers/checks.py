@@ -42,12 +42,7 @@ def check_moments(name: str, mean: Array, cov: Covariance) -> None:
 
 def check_kernel(name: str, num_features: int, kernel: object) -> None:
     """Raise unless `kernel` is a belief about a matrix with `num_features` rows."""
-    if not isinstance(kernel, Posterior):
-        raise TypeError(
-            f"`{name}` needs a belief about its kernel (a Posterior). Got "
-            f"{type(kernel).__name__}. For a certain kernel, use mj.posterior.Point(kernel)."
-        )
-    shape = tuple(kernel.shape)
+    shape = _shape_of_belief(name, "kernel", kernel)
     if len(shape) != 2 or shape[0] != num_features:
         raise ValueError(
             f"`{name}` needs a kernel of shape (in, out) with in == {num_features}, the number of "
@@ -57,17 +52,24 @@ def check_kernel(name: str, num_features: int, kernel: object) -> None:
 
 
 def check_vector(name: str, what: str, size: int, vector: object) -> None:
-    """Raise unless `vector` is a belief about `size` numbers."""
-    if not isinstance(vector, Posterior):
-        raise TypeError(
-            f"`{name}` needs a belief about its {what} (a Posterior). Got "
-            f"{type(vector).__name__}. For a certain {what}, use mj.posterior.Point({what})."
-        )
-    if tuple(vector.shape) != (size,):
+    """Raise unless `vector` is a belief about `size` numbers, or None."""
+    if vector is None:
+        return
+    shape = _shape_of_belief(name, what, vector)
+    if shape != (size,):
         raise ValueError(
-            f"`{name}` needs a {what} of shape ({size},), one number for each feature. Got "
-            f"{tuple(vector.shape)}. Use a belief of that shape."
+            f"`{name}` needs a {what} of shape ({size},), one number for each feature. Got {shape}. "
+            "Use a belief of that shape."
         )
+
+
+def _shape_of_belief(name: str, what: str, belief: object) -> tuple[int, ...]:
+    if not isinstance(belief, Posterior):
+        raise TypeError(
+            f"`{name}` needs a belief about its {what} (a Posterior). Got {type(belief).__name__}. For "
+            f"a certain {what}, use mj.posterior.Point({what})."
+        )
+    return tuple(belief.shape)
 
 
 def check_order(name: str, order: int) -> None:

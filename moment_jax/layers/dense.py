@@ -8,7 +8,7 @@ from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.layers.checks import check_kernel, check_moments, check_vector
-from moment_jax.layers.params import DenseParams, S
+from moment_jax.layers.params import DenseParams, S, with_bias
 from moment_jax.posterior import Point
 from moment_jax.xla import materialized_inputs
 
@@ -45,13 +45,11 @@ def dense(mean: Array, cov: S, params: DenseParams) -> tuple[Array, S]:
     check_moments("dense", mean, cov)
     kernel, bias = params.kernel, params.bias
     check_kernel("dense", mean.shape[1], kernel)
+    check_vector("dense", "bias", kernel.shape[1], bias)
     out_cov = cov.map_features(kernel.mean)
-    parts = [] if isinstance(kernel, Point) else [cov.weight_noise(mean, kernel)]
-    if bias is not None:
-        check_vector("dense", "bias", kernel.shape[1], bias)
-        if not isinstance(bias, Point):
-            parts.append(out_cov.bias_noise(bias.vector_cov()))
-    return params.mean_output(mean), out_cov.add(*parts) if parts else out_cov
+    if not isinstance(kernel, Point):
+        out_cov = out_cov.add(cov.weight_noise(mean, kernel))
+    return params.mean_output(mean), with_bias(out_cov, bias)
 
 
 @materialized_inputs
@@ -70,10 +68,7 @@ def matmul(mean_a: Array, cov_a: S, mean_b: Array, cov_b: Covariance) -> tuple[A
       cov_b: covariance of b, a structure of shape (P, Q); it may differ from `cov_a`'s.
 
     Returns:
-      Mean (T, Q) and covariance of the product, in the structure of `cov_a`.
-
-    Raises:
-      ValueError: if shapes do not fit.
+      Mean (T, Q) and covariance of the product, in the structure of `cov_a`. Errors as of `dense`.
 
     Source: Transformer derivation, Prop. 1 and 2, with tr(A^T B) instead of tr(A B).
     """

@@ -24,17 +24,7 @@ def relu(mean: Array, cov: S) -> tuple[Array, S]:
     Covariances keep the first two terms of the Hermite expansion, by Price's theorem E[relu'] E[relu']
     Cov + ..., instead of the derivation's first-order Taylor at the mean.
 
-    Assumes that x is Gaussian.
-
-    Args:
-      mean: E[x], (T, D).
-      cov: covariance of x, a structure of shape (T, D).
-
-    Returns:
-      Mean (T, D) and covariance of relu(x), in the structure of `cov`.
-
-    Raises:
-      ValueError: if shapes do not fit.
+    Assumes that x is Gaussian. Arguments, results and errors are those of `dense`.
 
     Source: Transformer derivation, section 4.6; rectified-Gaussian moments.
     """
@@ -76,18 +66,9 @@ def feed_forward(
 
     Assumes that x and the four parameters are mutually independent.
 
-    Args:
-      mean: E[x], (T, D).
-      cov: covariance of x, a structure of shape (T, D).
+    Args (mean, cov, results and errors are those of `dense`):
       params: beliefs about the two dense layers, (D, F) and (F, D).
-      activation: "relu", "gelu", or a JAX function of a scalar, such as `jnp.tanh`.
-
-    Returns:
-      Mean (T, D) and covariance of the output, in the structure of `cov`.
-
-    Raises:
-      ValueError: if shapes do not fit.
-      TypeError: if `activation` is not a function of a scalar.
+      activation: "relu", "gelu", or a JAX function of a scalar, such as `jnp.tanh`; or TypeError.
 
     Source: Transformer derivation, section 4.6.
     """

@@ -112,10 +112,7 @@ class Bayesian(plain.Module):
         self.graph, params, rest = split
         known = dict(nnx.to_flat_state(params))
         if not known:
-            raise ValueError(
-                "`mj.Bayesian` needs a network with parameters. Got "
-                f"{type(network).__name__} without any."
-            )
+            raise ValueError(f"`mj.Bayesian` needs a network with parameters. Got {self.name}.")
         self.rest = nnx.data(jax.tree.map(lambda x: x, rest))
         prior = {"prior_scale": prior_scale, "learn_prior": learn_prior}
         weights: dict[Path, Any] = {path: variable.copy() for path, variable in known.items()}
@@ -305,19 +302,17 @@ class Bayesian(plain.Module):
     def __repr__(self) -> str:
         """Five lines: the network, its weights, the beliefs, the covariance, the targets."""
         flat, owned = self._flat(), self.owned
-        families = sorted({belief.family.__name__ for belief in owned.values()})
+        families = ", ".join(sorted({belief.family.__name__ for belief in owned.values()}))
         random = sum(belief.mean[...].size for belief in owned.values())
         certain = sum(x[...].size for path, x in flat.items() if path not in owned)
         landmarks = "" if self.landmarks is None else f", landmarks={self.landmarks}"
-        return "\n".join(
-            (
-                f"Bayesian({self.name})",
-                f"  random: {random} weights in {len(owned)} arrays, {', '.join(families) or 'none'}",
-                f"  certain: {certain} weights in {len(flat) - len(owned)} arrays",
-                f"  moments: {self.structure.__name__}{landmarks}"
-                + (", linearised in the weights" if self.linearised else ""),
-                f"  likelihood: {self.kind if self.noise is None else 'Gaussian'}",
-            )
+        linearised = ", linearised in the weights" if self.linearised else ""
+        return (
+            f"Bayesian({self.name})\n"
+            f"  random: {random} weights in {len(owned)} arrays, {families or 'none'}\n"
+            f"  certain: {certain} weights in {len(flat) - len(owned)} arrays\n"
+            f"  moments: {self.structure.__name__}{landmarks}{linearised}\n"
+            f"  likelihood: {self.kind if self.noise is None else 'Gaussian'}"
         )
 
     __str__ = __repr__
@@ -332,8 +327,7 @@ class Bayesian(plain.Module):
 
     def _network(self, values: Any) -> nnx.Module:
         """The plain network with these arrays, on new variables, which it may write to while traced."""
-        flat = nnx.traversals.flatten_mapping(values)
-        kinds = self._flat()
+        flat, kinds = nnx.traversals.flatten_mapping(values), self._flat()
         params = {
             path: nnx.Param(x) if isinstance(kinds[path], Belief) else kinds[path].replace(x)
             for path, x in flat.items()
@@ -387,14 +381,12 @@ class Bayesian(plain.Module):
                     "A linearised model needs certain inputs. Got the moments of a random one. Use "
                     "model.replace(linearised=False)."
                 )
-            kept = Diagonal if self.structure.entrywise else Full
-            of = linearise(fn, structure=kept)
+            of: Any = linearise(fn, structure=Diagonal if self.structure.entrywise else Full)
         else:
             of = propagate(fn, structure=self.structure, landmarks=self.landmarks, receipt=receipt)
 
         def one(beliefs: Any, inputs: Any) -> Any:
-            found: Any = of(beliefs, *(plain.with_batch(x, axes) for x in inputs))
-            mean, cov, *steps = found
+            mean, cov, *steps = of(beliefs, *(plain.with_batch(x, axes) for x in inputs))
             if self.spread is not None:
                 cov = cov.rescale(jnp.broadcast_to(self.spread[...], (1, cov.shape[-1])))
             return mean, cov, *steps

@@ -148,29 +148,27 @@ def stored_form(belief: Posterior) -> dict[str, Array]:
     """The unconstrained parameters of a belief: inverses of softplus and of L L^T."""
     if isinstance(belief, families.Point):
         return {}
-    if isinstance(belief, families.Factorized | families.OutputShared):
-        return {"scale": _inverse_softplus(jnp.sqrt(belief.variance))}
     if isinstance(belief, families.FullNormal):
         return {"entries": _root(belief.cov.reshape(2 * (belief.mean.size,)))}
+    basis = {}
     if isinstance(belief, families.KroneckerEigen) and belief.variance.shape == belief.shape:
-        scale = _inverse_softplus(jnp.sqrt(belief.variance))
-        return {"in_basis": belief.in_basis, "out_basis": belief.out_basis, "scale": scale}
-    raise ValueError(
-        f"A module needs {', '.join(known.__name__ for known in FAMILIES)} of its own shape. Got "
-        f"{type(belief).__name__} of shape {belief.shape}."
-    )
+        basis = {"in_basis": belief.in_basis, "out_basis": belief.out_basis}
+    elif not isinstance(belief, families.Factorized | families.OutputShared):
+        raise ValueError(
+            f"A module needs {', '.join(known.__name__ for known in FAMILIES)} of its own shape. Got "
+            f"{type(belief).__name__} of shape {belief.shape}."
+        )
+    return {**basis, "scale": _inverse_softplus(jnp.sqrt(belief.variance))}
 
 
 def _root(cov: Array) -> Array:
     known = known_values(cov)
-    if known is None:
-        root = jnp.linalg.cholesky(cov)
-    else:  # in double precision, for nearly singular ones
-        try:
-            root = jnp.asarray(np.linalg.cholesky(known.astype(np.float64)))
-        except np.linalg.LinAlgError as error:
-            message = "A belief needs positive definite covariances. Got a singular one."
-            raise ValueError(message) from error
+    try:  # what is known in double precision, for nearly singular ones
+        wide = None if known is None else jnp.asarray(np.linalg.cholesky(known.astype(np.float64)))
+    except np.linalg.LinAlgError as error:
+        message = "A belief needs positive definite covariances. Got a singular one."
+        raise ValueError(message) from error
+    root = jnp.linalg.cholesky(cov) if wide is None else wide
     return jnp.tril(root, -1) + diagonal_matrix(_inverse_softplus(diagonal_of(root)))
 
 
