@@ -1,7 +1,6 @@
 """Softmax of one row of Gaussian scores: mean, covariance, expected Jacobian; mean logsumexp.
 
-In the letters of the formulas: q is E[softmax], R the scores' covariance, J and X the Jacobian at q and
-the expected one.
+Letters: q is E[softmax], R the scores' covariance, J and X the Jacobian at q and the expected one.
 """
 # ruff: noqa: N803, N806
 
@@ -23,10 +22,8 @@ _MAX_STEPS = 24
 def softmax_mean(mean: Array, cov: Array, *, order: int = 2, mask: Array | None = None) -> Array:
     """E[softmax(s)] for one row of scores s ~ N(mean, cov).
 
-    order=1 is softmax(mean). order=2 is `expected_softmax` with two iterations: to first order in cov
-    the second-order Taylor mean (Ito's correction), and a distribution at any noise. Relative error
-    against samples for 16 scores, means of sd 1.5: 0.001, 0.003, 0.03, 0.08 and 0.18 at score sd 0.5,
-    1, 2, 3 and 5.
+    order=1 is softmax(mean). order=2 is `expected_softmax` with two iterations, whose errors are stated
+    there: to first order in cov the second-order Taylor mean (Ito's correction).
 
     Args:
       mean: E[s], (C,). Entries of -inf count as masked.
@@ -62,8 +59,7 @@ def softmax_moments(
     Relative error of the covariance (mean over cases of Frobenius norms) against 200,000 samples, 16
     scores: 0.004, 0.03, 0.09, 0.13 and 0.22 at score sd 0.3, 1, 2, 3 and 5; the first term alone 0.02,
     0.11, 0.22, 0.33 and 0.40; order=1 0.05, 0.5, 2 and 4 up to sd 3. The sd of single entries is 0.78
-    to 1.06 of the sampled one at score sd 1, 0.40 to 1.15 at 2 and 0.36 to 1.24 at 3. Beyond, at sd 10,
-    the total variance is up to 1.3 times the sampled one.
+    to 1.06 of the sampled one at score sd 1, and 0.36 to 1.24 at 3.
 
     Arguments and errors are those of `softmax_mean`.
 
@@ -117,8 +113,7 @@ def logsumexp_mean(mean: Array, cov: Array, *, mask: Array | None = None) -> Arr
     E[logsumexp(s)] <= logsumexp(mean + diag(cov) / 2 - cov a) + a^T cov a / 2 for every distribution a.
     The best a solves a = softmax(mean + diag(cov) / 2 - cov a); this takes one damped step towards it
     from E[softmax]. (A lower bound is logsumexp(mean), by Jensen.) The bound exceeds the samples by
-    0.0004, 0.04 and 0.5 at score sd 0.3, 1 and 2 (16 scores). The best a would reduce that by less than
-    a fiftieth, and by up to a tenth for rank-one noise of sd 2 or more.
+    0.0004, 0.04 and 0.5 at score sd 0.3, 1 and 2 (16 scores).
 
     Arguments and errors are those of `softmax_mean`.
 
@@ -188,11 +183,10 @@ def softmax_jacobian(probabilities: Array) -> Array:
 def expected_softmax_jacobian(probabilities: Array, cov: Array) -> Array:
     """E[diag(w) - w w^T] for a softmax w of mean q, taking Cov[w] = X cov X with X this expectation.
 
-    E[w w^T] = q q^T + Cov[w], so X solves the Riccati equation X + X cov X = J, J = diag(q) - q q^T. In
-    the commuting case X = 2 J / (1 + sqrt(1 + 4 J cov)): it equals J without noise and shrinks as the
-    scores saturate the softmax. The positive semidefinite solution is approached from below by
-    heavy-ball steps tuned to a bound on the largest eigenvalue of J cov, two (C, C) products each. They
-    stop at an error of 2e-5 (float32) or 4e-11 (float64), or after 24 steps, which leave a residual
+    E[w w^T] = q q^T + Cov[w], so X solves the Riccati equation X + X cov X = J, J = diag(q) - q q^T. It
+    equals J without noise and shrinks as the scores saturate the softmax. The semidefinite solution is
+    approached from below by heavy-ball steps tuned to a bound on the largest eigenvalue of J cov, two
+    (C, C) products each, to an error of 2e-5 (float32) or 4e-11 (float64), or for 24 steps: a residual
     below 1e-3 for 16 or 64 scores of sd up to 5. The derivative is that of the exact solution.
 
     Args:

@@ -12,14 +12,9 @@ from moment_jax.xla import materialized_inputs
 
 @materialized_inputs
 def attention(
-    mean: Array,
-    cov: S,
-    params: AttentionParams,
-    *,
-    num_heads: int,
-    mask: Array | None = None,
+    mean: Array, cov: S, params: AttentionParams, *, num_heads: int, mask: Array | None = None,
     order: int = 2,
-) -> tuple[Array, S]:
+) -> tuple[Array, S]:  # fmt: skip
     """Moments of multi-head self-attention, softmax(q k^T / sqrt(K)) v and the output projection.
 
     Scores are correlated across queries as well as keys, because all tokens share the weight noise. Each
@@ -47,16 +42,9 @@ def attention(
 
 @materialized_inputs
 def cross_attention(
-    mean: Array,
-    cov: S,
-    memory_mean: Array,
-    memory_cov: S,
-    params: AttentionParams,
-    *,
-    num_heads: int,
-    mask: Array | None = None,
-    order: int = 2,
-) -> tuple[Array, S]:
+    mean: Array, cov: S, memory_mean: Array, memory_cov: S, params: AttentionParams, *,
+    num_heads: int, mask: Array | None = None, order: int = 2,
+) -> tuple[Array, S]:  # fmt: skip
     """Moments of multi-head attention of a random sequence x to a random memory.
 
     Queries come from x, keys and values from the memory. What keys and values share through the memory
@@ -79,16 +67,10 @@ def cross_attention(
 
 
 def attention_with_carry(
-    mean: Array,
-    cov: S,
-    params: AttentionParams,
-    num_heads: int,
-    mask: Array | None,
-    order: int,
-    *,
+    mean: Array, cov: S, params: AttentionParams, num_heads: int, mask: Array | None, order: int, *,
     memory: tuple[Array, Covariance] | None = None,
     turns: tuple[Array | None, Array | None] = (None, None),
-) -> tuple[Array, S, Carry]:
+) -> tuple[Array, S, Carry]:  # fmt: skip
     """`attention`, or `cross_attention` with a memory, and how it carries covariances: see `rules`.
 
     `turns` multiplies each token's queries and keys by a matrix (T, K, K): rotary positions.

@@ -28,17 +28,10 @@ class Normalization(NamedTuple):
 
 @materialized_inputs
 def encoder_block(
-    mean: Array,
-    cov: S,
-    params: EncoderBlockParams,
-    *,
-    num_heads: int,
-    norm_first: bool = False,
-    activation: Activation = "relu",
-    mask: Array | None = None,
-    epsilon: float = 1e-6,
+    mean: Array, cov: S, params: EncoderBlockParams, *, num_heads: int, norm_first: bool = False,
+    activation: Activation = "relu", mask: Array | None = None, epsilon: float = 1e-6,
     order: int = 2,
-) -> tuple[Array, S]:
+) -> tuple[Array, S]:  # fmt: skip
     """Moments of one Transformer encoder block.
 
     With `norm_first=False`, as derived, z = norm1(x + attention(x)), y = norm2(z + feed_forward(z)).
@@ -68,20 +61,11 @@ def encoder_block(
 
 @materialized_inputs
 def decoder_block(
-    mean: Array,
-    cov: S,
-    memory_mean: Array,
-    memory_cov: S,
-    params: DecoderBlockParams,
-    *,
-    num_heads: int,
-    norm_first: bool = False,
-    activation: Activation = "relu",
-    mask: Array | None = None,
-    memory_mask: Array | None = None,
-    epsilon: float = 1e-6,
+    mean: Array, cov: S, memory_mean: Array, memory_cov: S, params: DecoderBlockParams, *,
+    num_heads: int, norm_first: bool = False, activation: Activation = "relu",
+    mask: Array | None = None, memory_mask: Array | None = None, epsilon: float = 1e-6,
     order: int = 2,
-) -> tuple[Array, S]:
+) -> tuple[Array, S]:  # fmt: skip
     """Moments of one Transformer decoder block: self-attention, cross-attention, feed-forward.
 
     Each sublayer has its residual and its normalisation, as in `encoder_block`. For a causal decoder

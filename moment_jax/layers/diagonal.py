@@ -70,12 +70,9 @@ class _Rows(NamedTuple):
 
 
 def attention(
-    mean: Array,
-    cov: Diagonal,
-    memory: tuple[Array, Diagonal] | None,
-    params: AttentionParams,
+    mean: Array, cov: Diagonal, memory: tuple[Array, Diagonal] | None, params: AttentionParams,
     attending: Attending,
-) -> tuple[Array, Diagonal, Carry]:
+) -> tuple[Array, Diagonal, Carry]:  # fmt: skip
     """The rule of `attention` and `cross_attention`: see there."""
     h, mask, order, turns = attending
     source, source_cov = (mean, cov) if memory is None else memory

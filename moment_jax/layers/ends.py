@@ -78,12 +78,9 @@ def embedding(
 
 
 def sinusoidal_positions(
-    num_tokens: int,
-    num_features: int,
-    *,
-    longest: float = 10_000.0,
+    num_tokens: int, num_features: int, *, longest: float = 10_000.0,
     dtype: jnp.dtype | type = float,
-) -> Array:
+) -> Array:  # fmt: skip
     """Fixed positions: sines and cosines of geometrically spaced wavelengths, (T, D).
 
     Feature 2 k of token t is sin(t / longest^(2 k / D)), feature 2 k + 1 its cosine.

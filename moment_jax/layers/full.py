@@ -49,12 +49,9 @@ def norm(
 
 
 def attention(
-    mean: Array,
-    cov: Full,
-    memory: tuple[Array, Full] | None,
-    params: AttentionParams,
+    mean: Array, cov: Full, memory: tuple[Array, Full] | None, params: AttentionParams,
     attending: Attending,
-) -> tuple[Array, Full, Carry]:
+) -> tuple[Array, Full, Carry]:  # fmt: skip
     """The rule of `attention` and `cross_attention`: see there."""
     h, mask, order, turns = attending
     own = memory is None

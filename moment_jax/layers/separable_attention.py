@@ -87,12 +87,9 @@ class _Output(NamedTuple):
 
 
 def attention(
-    mean: Array,
-    cov: Separable,
-    memory: tuple[Array, Separable] | None,
-    params: AttentionParams,
+    mean: Array, cov: Separable, memory: tuple[Array, Separable] | None, params: AttentionParams,
     attending: Attending,
-) -> tuple[Array, Separable, Carry]:
+) -> tuple[Array, Separable, Carry]:  # fmt: skip
     """The rule of `attention` and `cross_attention`: see there."""
     h, order, pool = attending.num_heads, attending.order, cov.pool
     value, output = params.value.kernel.mean, params.output.kernel.mean

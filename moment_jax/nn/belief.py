@@ -63,15 +63,10 @@ class Belief(Module):
     """
 
     def __init__(
-        self,
-        mean: Array,
-        *,
-        family: type[Posterior] = families.Factorized,
-        scale: Array | float = 0.01,
-        prior_scale: float = 1.0,
-        learn_prior: bool = False,
+        self, mean: Array, *, family: type[Posterior] = families.Factorized,
+        scale: Array | float = 0.01, prior_scale: float = 1.0, learn_prior: bool = False,
         shape: tuple[int, ...] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if family not in FAMILIES:
             names = ", ".join(known.__name__ for known in FAMILIES)
             raise TypeError(f"`Belief` needs a posterior family, one of {names}. Got {family!r}.")
