@@ -124,6 +124,24 @@ def summed_covs(*covs: Array) -> Array:
     return sum(covs[1:], covs[0])
 
 
+def kernel_noise(weights: Any, features: Array | None, rows: Array) -> Array:
+    """sum_ij (features + rows^T rows)_ij Cov[w_io, w_jp]: (O,) if uncorrelated, else (O, O).
+
+    `features` is (D, D), a diagonal (D,), or None for zero.
+    """
+    if weights.uncorrelated:
+        squares = jnp.sum(rows**2, axis=0)
+        squares = squares if features is None else squares + vector_variance(features)
+        return weights.noise_variance(jnp.zeros_like(squares), squares)
+    moment = gram(rows.T)
+    return weights.noise_block(moment if features is None else moment + vector_cov(features))
+
+
+def outer_by_share(rows: Array, columns: Array) -> Array:
+    """A (T, D) array with these sums over features, (T,), in proportion to `columns`, (D,)."""
+    return rows[:, None] * safe_divide(columns, jnp.sum(columns))[None, :]
+
+
 def correlation_of(cov: Array) -> Array:
     """The correlation matrix of a positive semidefinite matrix."""
     one = jnp.ones((), cov.dtype)

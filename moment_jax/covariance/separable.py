@@ -1,21 +1,88 @@
 """`Separable`: variances, one token Gram matrix and one feature Gram matrix."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from moment_jax.covariance import fields, numerics
 from moment_jax.covariance import token_gram as tg
 from moment_jax.covariance.base import Covariance, RandomKernel, check_dense
-from moment_jax.covariance.cross import SeparableCross
 from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt, vector_cov
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
 NARROW = 12  # up to this many features `add_branch` restores positive semidefiniteness
+
+
+class SeparableCross(NamedTuple):
+    """Cov[x_td, z_se] = P_ts F_de."""
+
+    tokens: tg.Tokens  # P, (T, S)
+    features: Array  # F, (D, E)
+    pools: tuple[Array, Array]  # of x, (T,), and of z, (S,), for averages over tokens
+
+    @property
+    def T(self) -> SeparableCross:  # noqa: N802
+        return SeparableCross(self.tokens.T, self.features.T, self.pools[::-1])
+
+    def shares(self) -> Array:
+        """Each token's covariance with the pooled sum of x, in an average over tokens of z, (S,)."""
+        shares = self.pools[1] * jnp.abs(tg.vecmat(self.pools[0], self.tokens))
+        return safe_divide(shares, jnp.sum(shares))
+
+    def rescale(self, gain: Array) -> SeparableCross:
+        gain = gain[0] if len(gain) == 1 else self.shares() @ gain
+        return self._replace(features=self.features * gain[None, :])
+
+    def map_features(self, kernel: Array) -> SeparableCross:
+        return self._replace(features=self.features @ kernel)
+
+    def map_each(self, kernels: Array) -> SeparableCross:
+        return self.map_features(jnp.tensordot(self.shares(), kernels, 1))
+
+    def map_tokens(self, weights: Array) -> SeparableCross:
+        pools = self.pools[0], jnp.ones(len(weights), weights.dtype)
+        return SeparableCross(tg.whole(self.tokens) @ weights.T, self.features, pools)
+
+    def map_heads(self, weights: Array) -> SeparableCross:
+        """One pattern for all heads; each keeps its own share of the pooled sum."""
+        reached = tg.vecmat(self.pools[0], self.tokens) @ jnp.sum(weights, axis=1).T
+        own = jnp.repeat(
+            safe_divide(reached, jnp.mean(reached)), self.features.shape[1] // len(reached)
+        )
+        return self.map_tokens(jnp.mean(weights, axis=0)).rescale(own[None])
+
+    def take(self, rows: np.ndarray, columns: np.ndarray) -> SeparableCross:
+        tokens, features, (pool, other) = self
+        if not np.array_equal(rows, np.arange(len(other))):
+            tokens = jnp.where(rows < 0, 0, tg.whole(tokens)[:, rows])
+            other = jnp.where(rows < 0, 0, other[rows])
+        if not np.array_equal(columns, np.arange(features.shape[1])):
+            features = jnp.where(columns < 0, 0, features[:, columns])
+        return SeparableCross(tokens, features, (pool, other))
+
+    def add(self, other: SeparableCross) -> SeparableCross:
+        """That of the pooled sums is exact; the pattern is an average of both."""
+        if self.tokens is other.tokens:
+            return self._replace(features=self.features + other.features)
+        left, right = (jnp.sum(x.pools[1] * tg.vecmat(x.pools[0], x.tokens)) for x in (self, other))
+        features = left * self.features + right * other.features
+        # A pattern and its features may both be negative.
+        size, more = (
+            jnp.sign(n) * safe_sqrt(jnp.sum(f**2))
+            for n, f in ((left, self.features), (right, other.features))
+        )
+        tokens = size * self.tokens + more * other.tokens
+        return SeparableCross(tg.divide(tokens, size * left + more * right), features, self.pools)
+
+    def own(self) -> Array:
+        return tg.diagonal_of(self.tokens)[:, None] * tg.diagonal_of(self.features)[None, :]
 
 
 @fields.register_fields
@@ -202,7 +269,7 @@ class Separable(Covariance):
         features = numerics.gram(kernel.T, self.features)
         own = diagonal_of(features)
         tokens = self.tokens * safe_divide(jnp.sum(own), self.energy())
-        variances = outer_by_share(tg.diagonal_of(tokens), own)
+        variances = numerics.outer_by_share(tg.diagonal_of(tokens), own)
         return self.unchecked(variances, tokens, features, self.pool)
 
     def map_tokens(self, weights: Array) -> Self:
@@ -254,13 +321,13 @@ class Separable(Covariance):
 
     def weight_noise(self, mean: Array, weights: RandomKernel) -> Self:
         metric, pooled = weights.input_metric(), numerics.weighted_sum(self.pool, mean)
-        by_noise = kernel_noise(weights, self.features, jnp.zeros_like(mean[:1]))
+        by_noise = numerics.kernel_noise(weights, self.features, jnp.zeros_like(mean[:1]))
         variances = weights.noise_variance(mean, jnp.zeros_like(mean))
         own, energy = numerics.vector_variance(by_noise), self.energy()
         size = safe_divide(jnp.sum(self.features * vector_cov(metric)), energy)
         shares = safe_divide(own, energy)[None]
         variances = variances + tg.diagonal_of(self.tokens)[:, None] * shares
-        features = vector_cov(by_noise + kernel_noise(weights, None, pooled[None]))
+        features = vector_cov(by_noise + numerics.kernel_noise(weights, None, pooled[None]))
         tokens = self.tokens * size + tg.gram(mean, metric, tg.count_of(self.tokens))
         return self.unchecked(variances, tokens, features, self.pool)
 
@@ -359,24 +426,6 @@ class Separable(Covariance):
 def agreeing(features: Array, tokens: tg.Tokens, pool: Array) -> Array:
     """C with the trace that the token Gram matrix says, p^T G p."""
     return features * safe_divide(tg.vecmat(pool, tokens) @ pool, jnp.sum(diagonal_of(features)))
-
-
-def kernel_noise(weights: RandomKernel, features: Array | None, rows: Array) -> Array:
-    """sum_ij (features + rows^T rows)_ij Cov[w_io, w_jp]: (O,) if uncorrelated, else (O, O).
-
-    `features` is (D, D), a diagonal (D,), or None for zero.
-    """
-    if weights.uncorrelated:
-        squares = jnp.sum(rows**2, axis=0)
-        squares = squares if features is None else squares + numerics.vector_variance(features)
-        return weights.noise_variance(jnp.zeros_like(squares), squares)
-    moment = numerics.gram(rows.T)
-    return weights.noise_block(moment if features is None else moment + vector_cov(features))
-
-
-def outer_by_share(rows: Array, columns: Array) -> Array:
-    """A (T, D) array with these sums over features, (T,), in proportion to `columns`, (D,)."""
-    return rows[:, None] * safe_divide(columns, jnp.sum(columns))[None, :]
 
 
 def _other_shapes(variances: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance import Full
-from moment_jax.covariance.cross import Cross
+from moment_jax.covariance.base import Cross
 from moment_jax.covariance.numerics import nonnegative
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers import rules

@@ -6,9 +6,8 @@ from jax import Array
 
 from moment_jax.covariance import numerics
 from moment_jax.covariance import token_gram as tg
-from moment_jax.covariance.cross import SeparableCross
 from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt, vector_variance
-from moment_jax.covariance.separable import Separable, agreeing, kernel_noise, outer_by_share
+from moment_jax.covariance.separable import Separable, SeparableCross, agreeing
 from moment_jax.expectations.activations import Formula
 from moment_jax.layers.params import FeedForwardParams, bias_cov, with_bias
 from moment_jax.layers.rules import Carry
@@ -99,13 +98,13 @@ def feed_forward(
     # The hidden units. h is read off the diagonal of C, which saves a (D, D, F) product.
     c, count = diagonal_of(C), tg.count_of(G)
     h = c @ M**2
-    S = kernel_noise(hidden.kernel, C, numerics.weighted_sum(p, mean)[None])
+    S = numerics.kernel_noise(hidden.kernel, C, numerics.weighted_sum(p, mean)[None])
     S = numerics.summed_covs(S, jnp.sum(p) ** 2 * bias)
     Q = hidden.kernel.input_metric()
     size = jnp.sum(h) + jnp.sum(C * numerics.vector_cov(Q))
     G = G * safe_divide(size, jnp.sum(c)) + tg.gram(mean, Q, count) + jnp.sum(vector_variance(bias))
     s = h + vector_variance(S)
-    variances = outer_by_share(tg.diagonal_of(G), s)
+    variances = numerics.outer_by_share(tg.diagonal_of(G), s)
 
     # The activation: exact for single entries, by its gain between them.
     f = activation(hidden.mean_output(mean), variances)
@@ -127,8 +126,8 @@ def feed_forward(
     own = diagonal_of(JCJ) + vector_variance(NSN)
     size = jnp.sum(own) + s @ vector_variance(Q)
     G = G * safe_divide(size, jnp.sum(s)) + tg.gram(f.mean, Q, count)
-    noise = kernel_noise(output.kernel, s, numerics.weighted_sum(p, f.mean)[None])
-    variances = outer_by_share(tg.diagonal_of(G), own + vector_variance(noise))
+    noise = numerics.kernel_noise(output.kernel, s, numerics.weighted_sum(p, f.mean)[None])
+    variances = numerics.outer_by_share(tg.diagonal_of(G), own + vector_variance(noise))
     C = agreeing(numerics.summed_covs(JCJ, numerics.summed_covs(NSN, noise)), G, p)
     cov = with_bias(Separable.unchecked(variances, G, C, p), output.bias)
     return output.mean_output(f.mean), cov, lambda cross: cross.map_features(J)

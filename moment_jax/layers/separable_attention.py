@@ -26,9 +26,8 @@ from jax import Array
 
 from moment_jax.covariance import numerics
 from moment_jax.covariance import token_gram as tg
-from moment_jax.covariance.cross import SeparableCross
 from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt, weighted_sum
-from moment_jax.covariance.separable import Separable, agreeing, kernel_noise, outer_by_share
+from moment_jax.covariance.separable import Separable, SeparableCross, agreeing
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.expectations.softmax_mean import quick_expected_softmax
 from moment_jax.layers import rules
@@ -117,7 +116,7 @@ def attention(
     # C, of the sum over queries: averages of values' noise, and every head's own.
     total = out.total
     overlap = (total @ sequence.factored) @ total.T
-    of_kernel = partial(kernel_noise, params.value.kernel, None)
+    of_kernel = partial(numerics.kernel_noise, params.value.kernel, None)
     by_kernel = jax.vmap(lambda mean: _blocks(of_kernel(mean[None]), h))(total @ source)
     own = diagonal_of(overlap)[:, None, None] * head.value.by_input
     own = own + jnp.einsum("hhkl->hkl", by_kernel) + out.by_scores
@@ -125,10 +124,12 @@ def attention(
     same = jnp.eye(h, dtype=bool)[:, None, :, None]
     averages = jnp.where(same, own[:, :, None], common * overlap[:, None, :, None])
     averages = averages.reshape(len(output), -1)
-    by_noise = kernel_noise(params.output.kernel, averages, weighted_sum(pool, mixed)[None])
+    by_noise = numerics.kernel_noise(
+        params.output.kernel, averages, weighted_sum(pool, mixed)[None]
+    )
     features = numerics.summed_covs(numerics.gram(output.T, averages), by_noise)
 
-    variances = outer_by_share(tg.diagonal_of(tokens), diagonal_of(features))
+    variances = numerics.outer_by_share(tg.diagonal_of(tokens), diagonal_of(features))
     features = agreeing(features, tokens, pool)
     out_cov = Separable.unchecked(variances, tokens, features, pool)
 
@@ -188,7 +189,7 @@ def _heads(
     common = _blocks(common, h)
     value = _projection(source, C, common, params.value, source_cov.pool, None, h)
     centred = safe_sqrt(by)[:, None] * (source - _average(by, source)[None])
-    differences = _blocks(kernel_noise(params.key.kernel, None, centred), h)
+    differences = _blocks(numerics.kernel_noise(params.key.kernel, None, centred), h)
     kernels = output.mean.reshape(h, -1, output.shape[1])
     metric = kernels @ jnp.swapaxes(kernels, 1, 2) + _blocks(output.input_metric(), h)
     linked = queries @ jnp.sum(query.kernel * key.kernel, axis=2).T
@@ -208,12 +209,12 @@ def _projection(
     kernels = rules.split_heads(layer.kernel.mean, h)
     if by_mean is None:
         by_mean = jax.vmap(lambda each: numerics.gram(each.T, features))(kernels)
-    by_input = kernel_noise(layer.kernel, features, jnp.zeros_like(mean[:1]))
+    by_input = numerics.kernel_noise(layer.kernel, features, jnp.zeros_like(mean[:1]))
     return Projection(
         rules.rotate(rules.split_heads(layer.mean_output(mean), h), turn),
         kernels,
         by_mean + _blocks(by_input, h),
-        _blocks(kernel_noise(layer.kernel, None, safe_sqrt(weights)[:, None] * mean), h),
+        _blocks(numerics.kernel_noise(layer.kernel, None, safe_sqrt(weights)[:, None] * mean), h),
         _blocks(bias_cov(layer.bias, layer.kernel.shape[1], mean.dtype), h),
     )
 
