@@ -152,7 +152,7 @@ def softmax(mean: Array, cov: S, *, order: int = 2, mask: Array | None = None) -
 
     With order 1 the mean is w = softmax(E[x]), and covariances, including those between rows, pass
     through the Jacobians diag(w_t) - w_t w_t^T. With order 2 mean and variances are those of
-    `expectations.softmax_moments`, and covariances pass through the smaller expected Jacobians. The
+    `expectations.softmax_expansion`, and covariances pass through the smaller expected Jacobians. The
     errors are stated there; for 8 independent logits the total variance is 0.99, 1.02, 1.08 and 1.27 of
     the sampled one at a logit sd of 1, 2, 3 and 10. The cost is that of (C, C) matrices per token.
 
