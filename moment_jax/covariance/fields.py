@@ -35,12 +35,9 @@ def register_fields(cls: type[T]) -> type[T]:
 
     jax.tree_util.register_pytree_with_keys(cls, flatten, lambda _, leaves: rebuilt(cls, leaves))
     if cls.__module__.startswith("moment_jax."):
-        export.register_pytree_node_serialization(
-            cls,
-            serialized_name=f"moment_jax.{cls.__name__}",
-            serialize_auxdata=lambda _: b"",
-            deserialize_auxdata=lambda _: None,
-        )
+        none: Any = {"serialize_auxdata": lambda _: b"", "deserialize_auxdata": lambda _: None}
+        name = f"moment_jax.{cls.__name__}"
+        export.register_pytree_node_serialization(cls, serialized_name=name, **none)
     return cls
 
 

@@ -370,18 +370,13 @@ class Separable(Covariance):
         count = tg.count_of(tokens)
         first, second = safe_sqrt(self.variances) * moments.gain, moments.second
         rest = nonnegative(moments.variance - first**2 - second**2)
-        pooled = self.pool[:, None]
-        return self.unchecked(
-            moments.variance,
-            tg.add_diagonal(
-                tokens * tg.gram(first, None, count) + tokens**2 * tg.gram(second, None, count),
-                jnp.sum(rest, axis=1),
-            ),
-            features * tg.quadratic((pooled * first).T, tokens)
-            + features**2 * tg.quadratic((pooled * second).T, tokens**2)
-            + diagonal_matrix(numerics.weighted_sum(self.pool**2, rest)),
-            self.pool,
-        )
+        p = self.pool[:, None]
+        twice = features**2 * tg.quadratic((p * second).T, tokens**2)
+        features = features * tg.quadratic((p * first).T, tokens) + twice
+        features = features + diagonal_matrix(numerics.weighted_sum(self.pool**2, rest))
+        tokens = tokens * tg.gram(first, None, count) + tokens**2 * tg.gram(second, None, count)
+        tokens = tg.add_diagonal(tokens, jnp.sum(rest, axis=1))
+        return self.unchecked(moments.variance, tokens, features, self.pool)
 
     def with_itself(self) -> SeparableCross:
         return SeparableCross(self.pattern(), self.features, (self.pool, self.pool))

@@ -189,9 +189,8 @@ def right_multiply(cross: Tokens, mapping: Array) -> Tokens:
 
 def right_scale(tokens: Tokens, scale: Array) -> Tokens:
     """The matrix G_ts scale_s, scale (T, 1); of a `TokenGram` its symmetric part."""
-    if isinstance(tokens, TokenGram):
-        return 0.5 * (tokens * scale + tokens * scale.T)
-    return tokens * scale.T
+    scaled = tokens * scale.T
+    return 0.5 * (tokens * scale + scaled) if isinstance(tokens, TokenGram) else scaled
 
 
 def row_sums(tokens: Tokens) -> Array:

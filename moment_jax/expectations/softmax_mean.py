@@ -127,11 +127,12 @@ class _Start(NamedTuple):
         diag_R, a = cov.variance(), masked_softmax(mean, mask)
         v = _contrast_variance(a, diag_R, cov.matvec(a))
         spread = _total(a * v)
-        log_total = _highest(mean, mask) - jnp.log(_nonzero(_max(a)))
-        flattened = masked_softmax(mean / jnp.sqrt(1 + jnp.pi / 8 * spread), mask)
-        return cls(
-            mean, cov, mask, diag_R, a, v, flattened, 1 / jnp.sqrt(1 + spread / 2), log_total
+        step, log_total = (
+            1 / jnp.sqrt(1 + spread / 2),
+            _highest(mean, mask) - jnp.log(_nonzero(_max(a))),
         )
+        flattened = masked_softmax(mean / jnp.sqrt(1 + jnp.pi / 8 * spread), mask)
+        return cls(mean, cov, mask, diag_R, a, v, flattened, step, log_total)
 
     def shorter_step(self, raised: Array) -> Array:
         """Shorten the step where noise would lift a weight above one, outside the quadratic's range."""
@@ -219,12 +220,8 @@ def _shrinkage(a: Array, v: Array, Ra: Array, cov: ScoreCovariance, mask: Array 
     # In units of the largest: sum_j a_j (R_ij - (R a)_j)^2 minus (sum_j a_j (R_ij - (R a)_j))^2.
     unit = _unit(v, mask)
     Ra = Ra / unit
-    u = (
-        cov.square_matvec(a, unit)
-        - 2 * cov.matvec(a * Ra) / unit
-        + _total(a * Ra**2)
-        - (Ra - _total(a * Ra)) ** 2
-    )
+    u = cov.square_matvec(a, unit) - 2 * cov.matvec(a * Ra) / unit + _total(a * Ra**2)
+    u = u - (Ra - _total(a * Ra)) ** 2
     # In units again, so that derivatives contain no squared variance.
     return 1 / (1 + _gain(a, v) * unit * safe_divide(nonnegative(u), v / unit))
 

@@ -99,15 +99,11 @@ def attention_with_carry(
         )
     checks.check_kernel(name, widths[2], params.output.kernel)
     queries, keys = len(mean), len(source)
-    allowed = (queries, keys), (1, keys), (num_heads, queries, keys)
-    if mask is not None and not checks.is_boolean(mask, *allowed):
-        raise ValueError(
-            f"`{name}` needs a boolean mask of shape (queries, keys) == {allowed[0]}, {allowed[1]} for "
-            f"all queries, or (heads, queries, keys) == {allowed[2]}, True where a query may look. Got "
-            f"{checks.described(mask)}. Use jnp.asarray(mask, bool) in one of these shapes."
-        )
+    what = "(queries, keys), (1, keys) or (heads, queries, keys), True where a query may look"
+    whole = num_heads, queries, keys
+    checks.check_mask(name, what, mask, whole[1:], (1, keys), whole)
     if mask is not None:
         source_cov.check_mask(name, mask)
-        mask = jnp.broadcast_to(mask, (num_heads, len(mean), len(source)))
+        mask = jnp.broadcast_to(mask, whole)
     attending = Attending(num_heads, mask, order, turns)
     return rules_of(type(cov)).attention(mean, cov, memory, params, attending)

@@ -15,28 +15,25 @@ from moment_jax.posterior import Posterior
 
 def check_moments(name: str, mean: Array, cov: Covariance) -> None:
     """Raise unless `mean` is one (T, D) sequence and `cov` a structure of the same shape."""
+    needs = f"`{name}(mean, cov)` needs"
     if not isinstance(cov, Covariance):
         raise TypeError(
-            f"`{name}(mean, cov)` needs a covariance structure. Got {type(cov).__name__}. "
-            f"Use one of {', '.join(STRUCTURES)}, for instance Diagonal.zeros(mean.shape)."
+            f"{needs} a covariance structure. Got {type(cov).__name__}. Use one of "
+            f"{', '.join(STRUCTURES)}, for instance Diagonal.zeros(mean.shape)."
         )
     check_array(f"{name}(mean, cov)", mean)
     fields = list(map(jnp.shape, jax.tree.leaves(cov)))
     if fields and len(fields[0]) != cov.num_axes:  # `vmap` removed an axis too many, or too few
         raise ValueError(
-            f"`{name}(mean, cov)` needs the covariance of one sequence. Got "
-            f"{type(cov).__name__} of fields {', '.join(map(str, fields))}. For a batch, use "
-            f"jax.vmap({name}), with in_axes=None for a shared covariance."
+            f"{needs} the covariance of one sequence. Got {type(cov).__name__} of fields "
+            f"{', '.join(map(str, fields))}. For a batch, use jax.vmap({name}), with in_axes=None for a "
+            "shared covariance."
         )
-    if mean.ndim != 2 or cov.shape != mean.shape:
+    if mean.ndim != 2 or cov.shape != mean.shape or 0 in mean.shape:
         raise ValueError(
-            f"`{name}(mean, cov)` needs a mean of shape (T, D) and cov.shape == mean.shape. "
-            f"Got {tuple(mean.shape)} and {tuple(cov.shape)}. For a batch, use jax.vmap({name})."
-        )
-    if 0 in mean.shape:
-        raise ValueError(
-            f"`{name}(mean, cov)` needs at least one token and one feature. Got {tuple(mean.shape)}. "
-            "Drop empty sequences."
+            f"{needs} a mean of shape (T, D), with at least one token and one feature, and cov.shape == "
+            f"mean.shape. Got {tuple(mean.shape)} and {tuple(cov.shape)}. For a batch, use "
+            f"jax.vmap({name}); drop empty sequences."
         )
 
 
@@ -98,23 +95,19 @@ def check_heads(name: str, num_heads: int, *widths: int) -> None:
             )
 
 
-def check_row_mask(name: str, mask: Array, shape: tuple[int, ...]) -> None:
-    """Raise unless `mask` is boolean and has this shape."""
-    if not is_boolean(mask, shape):
+def check_mask(name: str, what: str, mask: Any, *shapes: tuple[int, ...]) -> None:
+    """Raise unless `mask` is None or a boolean array of one of these shapes; `what` describes them."""
+    if mask is None:
+        return
+    known = isinstance(mask, (jax.Array, np.ndarray))
+    if not known or mask.dtype != bool or tuple(mask.shape) not in shapes:
         raise ValueError(
-            f"`{name}` needs a boolean mask of shape {tuple(shape)}, True for entries to use. Got "
+            f"`{name}` needs a boolean mask of shape {' or '.join(map(str, shapes))}, {what}. Got "
             f"{described(mask)}. Use jnp.asarray(mask, bool) in that shape."
         )
 
 
-def is_boolean(mask: Any, *shapes: tuple[int, ...]) -> bool:
-    """Whether `mask` is a boolean array of one of these shapes."""
-    if not isinstance(mask, (jax.Array, np.ndarray)):
-        return False
-    return jnp.issubdtype(mask.dtype, jnp.bool_) and tuple(mask.shape) in shapes
-
-
-def described(mask: Any) -> str:
-    """The type and shape of a bad mask, for a message."""
-    known = isinstance(mask, (jax.Array, np.ndarray))
-    return f"{tuple(mask.shape)} of {mask.dtype}" if known else type(mask).__name__
+def described(array: Any) -> str:
+    """The type and shape of a bad array, for a message."""
+    known = isinstance(array, (jax.Array, np.ndarray))
+    return f"{tuple(array.shape)} of {array.dtype}" if known else type(array).__name__

@@ -1,5 +1,6 @@
 """Layers of `Diagonal`: entries are independent, also those of queries, keys and values."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -86,15 +87,11 @@ def attention(
     kernels = [rules.split_heads(p.kernel.mean, h) for p in (params.query, params.key)]
     if memory is None and order == 2:
         noise = jnp.sum(kernels[0] * kernels[1], axis=2) @ cov.variances.T
-    heads = (
-        *part(mean, cov, params.query, turns[0]),
-        *part(source, source_cov, params.key, turns[1]),
-        *part(source, source_cov, params.value, None),
-        noise,
-        mask,
-    )
+    q = part(mean, cov, params.query, turns[0])
+    k = part(source, source_cov, params.key, turns[1])
+    heads = *q, *k, *part(source, source_cov, params.value, None), noise, mask
     num_scores = h * len(mean) * len(source)
-    out, variance, own = rules.each_head(lambda head: _head(head, order), heads, num_scores)
+    out, variance, own = rules.each_head(partial(_head, order=order), heads, num_scores)
     out, out_cov = dense(
         rules.merge_heads(out), Diagonal.unchecked(rules.merge_heads(variance)), params.output
     )
@@ -106,10 +103,8 @@ def attention(
             return None
         value, output = params.value.kernel.mean, params.output.kernel.mean
         if cross.kernels or len(value) != output.shape[1]:
-            cross = cross.map_features(value).rescale(
-                jnp.repeat(own, value.shape[1] // h, axis=0).T
-            )
-            return cross.map_features(output)
+            gain = jnp.repeat(own, value.shape[1] // h, axis=0).T
+            return cross.map_features(value).rescale(gain).map_features(output)
         paths = jnp.sum((value * output.T).reshape(len(value), h, -1), axis=2)  # (D, H)
         return cross.rescale(own.T @ paths.T)
 

@@ -7,7 +7,7 @@ from jax import Array
 from moment_jax.covariance import Covariance
 from moment_jax.covariance.fields import known_values
 from moment_jax.expectations import masked_softmax, softmax_expansion, softmax_jacobian
-from moment_jax.layers.checks import check_moments, check_order, check_row_mask, described
+from moment_jax.layers.checks import check_mask, check_moments, check_order, described
 from moment_jax.layers.params import S
 from moment_jax.posterior import Point, Posterior
 from moment_jax.xla import diagonal_of, materialized, materialized_inputs
@@ -136,11 +136,10 @@ def mean_pool(mean: Array, cov: S, mask: Array | None = None) -> tuple[Array, S]
       Mean (1, D) and covariance of shape (1, D): a sequence of one token.
     """
     check_moments("mean_pool", mean, cov)
-    num_tokens = mean.shape[0]
+    check_mask("mean_pool", "True for tokens to use", mask, mean.shape[:1])
     if mask is None:
-        weights = jnp.full((1, num_tokens), 1 / num_tokens, mean.dtype)
+        weights = jnp.full((1, len(mean)), 1 / len(mean), mean.dtype)
     else:
-        check_row_mask("mean_pool", mask, (num_tokens,))
         weights = jnp.where(mask, 1, 0).astype(mean.dtype)[None, :]
         weights = weights / jnp.maximum(jnp.sum(weights), 1)
     return weights @ mean, cov.map_tokens(weights)
@@ -168,8 +167,7 @@ def softmax(mean: Array, cov: S, *, order: int = 2, mask: Array | None = None) -
     """
     check_moments("softmax", mean, cov)
     check_order("softmax", order)
-    if mask is not None:
-        check_row_mask("softmax", mask, mean.shape)
+    check_mask("softmax", "True for entries to use", mask, mean.shape)
     if order == 1:
         weights = masked_softmax(mean, mask)
         return weights, cov.map_each(jax.vmap(softmax_jacobian)(weights))
