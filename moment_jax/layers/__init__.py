@@ -4,9 +4,8 @@ from moment_jax.covariance import Diagonal, Full, Separable
 from moment_jax.layers import diagonal, full, separable, separable_attention
 from moment_jax.layers.attention import attention, cross_attention
 from moment_jax.layers.blocks import decoder_block, encoder_block
-from moment_jax.layers.dense import dense, matmul
+from moment_jax.layers.dense import activation, dense, feed_forward, gelu, matmul, relu
 from moment_jax.layers.ends import embedding, mean_pool, sinusoidal_positions, softmax
-from moment_jax.layers.feed_forward import activation, feed_forward, gelu, relu
 from moment_jax.layers.norm import layer_norm, rms_norm
 from moment_jax.layers.params import (
     AttentionParams,

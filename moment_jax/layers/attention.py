@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance import Covariance
-from moment_jax.layers import checks
+from moment_jax.layers import params as checks
 from moment_jax.layers.params import AttentionParams, S
 from moment_jax.layers.rules import Attending, Carry, rules_of
 from moment_jax.xla import materialized_inputs

@@ -7,10 +7,15 @@ from typing import Any, NamedTuple
 from jax import Array
 
 from moment_jax.layers.attention import attention_with_carry
-from moment_jax.layers.checks import check_moments
-from moment_jax.layers.feed_forward import Activation, feed_forward_with_carry
+from moment_jax.layers.dense import Activation, feed_forward_with_carry
 from moment_jax.layers.norm import layer_norm, norm_with_carry
-from moment_jax.layers.params import DecoderBlockParams, EncoderBlockParams, NormParams, S
+from moment_jax.layers.params import (
+    DecoderBlockParams,
+    EncoderBlockParams,
+    NormParams,
+    S,
+    check_moments,
+)
 from moment_jax.layers.rules import Carry
 from moment_jax.xla import materialized_inputs
 

@@ -7,7 +7,7 @@ from jax import Array
 from moment_jax.covariance import Covariance
 from moment_jax.covariance.fields import known_values
 from moment_jax.expectations import masked_softmax, softmax_expansion, softmax_jacobian
-from moment_jax.layers.checks import check_mask, check_moments, check_order, described
+from moment_jax.layers import params as checks
 from moment_jax.layers.params import S
 from moment_jax.posterior import Point, Posterior
 from moment_jax.xla import diagonal_of, materialized, materialized_inputs
@@ -54,8 +54,8 @@ def embedding(
         )
     if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
-            f"`embedding` needs token ids of shape (T,), integers. Got {described(ids)}. For a batch, "
-            "use jax.vmap, or nnx.Embed in mj.Bayesian."
+            "`embedding` needs token ids of shape (T,), integers. Got "
+            f"{checks.described(ids)}. For a batch, use jax.vmap, or nnx.Embed in mj.Bayesian."
         )
     if ids.shape[0] == 0:
         raise ValueError("`embedding` needs at least one token. Got none. Drop empty sequences.")
@@ -135,8 +135,8 @@ def mean_pool(mean: Array, cov: S, mask: Array | None = None) -> tuple[Array, S]
     Returns:
       Mean (1, D) and covariance of shape (1, D): a sequence of one token.
     """
-    check_moments("mean_pool", mean, cov)
-    check_mask("mean_pool", "True for tokens to use", mask, mean.shape[:1])
+    checks.check_moments("mean_pool", mean, cov)
+    checks.check_mask("mean_pool", "True for tokens to use", mask, mean.shape[:1])
     if mask is None:
         weights = jnp.full((1, len(mean)), 1 / len(mean), mean.dtype)
     else:
@@ -165,9 +165,9 @@ def softmax(mean: Array, cov: S, *, order: int = 2, mask: Array | None = None) -
     Source: Transformer derivation, Prop. 3 and Eq. 10, 11; Brownian motion in the Transformer, Eq. 7
     (the second-order term).
     """
-    check_moments("softmax", mean, cov)
-    check_order("softmax", order)
-    check_mask("softmax", "True for entries to use", mask, mean.shape)
+    checks.check_moments("softmax", mean, cov)
+    checks.check_order("softmax", order)
+    checks.check_mask("softmax", "True for entries to use", mask, mean.shape)
     if order == 1:
         weights = masked_softmax(mean, mask)
         return weights, cov.map_each(jax.vmap(softmax_jacobian)(weights))

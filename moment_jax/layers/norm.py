@@ -3,7 +3,7 @@
 import jax
 from jax import Array
 
-from moment_jax.layers.checks import check_moments, check_order, check_vector
+from moment_jax.layers import params as checks
 from moment_jax.layers.params import NormParams, S, with_bias
 from moment_jax.layers.rules import Carry, rules_of
 from moment_jax.posterior import Point
@@ -56,15 +56,15 @@ def norm_with_carry(
 ) -> tuple[Array, S, Carry]:
     """`layer_norm` or `rms_norm`, and how it carries covariances with its input: see `rules`."""
     name = "layer_norm" if centres else "rms_norm"
-    check_moments(name, mean, cov)
-    check_order(name, order)
+    checks.check_moments(name, mean, cov)
+    checks.check_order(name, order)
     if not isinstance(epsilon, jax.core.Tracer) and epsilon < 0:
         raise ValueError(
             f"`{name}` needs epsilon >= 0. Got {epsilon}. It is added to the variance; Flax uses 1e-6."
         )
     gain, d = params.scale, mean.shape[1]
-    check_vector(name, "scale", d, gain)
-    check_vector(name, "bias", d, params.bias)
+    checks.check_vector(name, "scale", d, gain)
+    checks.check_vector(name, "bias", d, params.bias)
     rule = rules_of(type(cov)).norm
     mean, normal, carry = rule(mean, cov, epsilon=epsilon, order=order, centres=centres)
     if gain is None:
