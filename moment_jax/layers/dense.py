@@ -118,15 +118,13 @@ def relu(mean: Array, cov: S) -> tuple[Array, S]:
 
     Source: Transformer derivation, section 4.6; rectified-Gaussian moments.
     """
-    checks.check_moments("relu", mean, cov)
-    return _elementwise(mean, cov, "relu")
+    return _elementwise("relu", mean, cov, "relu")
 
 
 @materialized_inputs
 def gelu(mean: Array, cov: S) -> tuple[Array, S]:
     """Moments of x Phi(x), the exact GELU; arguments, results and assumptions as in `relu`."""
-    checks.check_moments("gelu", mean, cov)
-    return _elementwise(mean, cov, "gelu")
+    return _elementwise("gelu", mean, cov, "gelu")
 
 
 @materialized_inputs
@@ -134,16 +132,13 @@ def activation(mean: Array, cov: S, fn: Activation) -> tuple[Array, S]:
     """Moments of `fn(x)` for any smooth scalar function, by Gauss-Hermite quadrature.
 
     `fn` is a JAX function of a scalar, such as `jnp.tanh` (static, so hashable), or "relu" or "gelu",
-    which are exact; the rest is as in `relu`.
-
-    Raises:
-      TypeError: if `fn` is not a function of a scalar.
+    which are exact; TypeError for others. The rest is as in `relu`.
     """
-    checks.check_moments("activation", mean, cov)
-    return _elementwise(mean, cov, fn)
+    return _elementwise("activation", mean, cov, fn)
 
 
-def _elementwise(mean: Array, cov: S, fn: Activation) -> tuple[Array, S]:
+def _elementwise(name: str, mean: Array, cov: S, fn: Activation) -> tuple[Array, S]:
+    checks.check_moments(name, mean, cov)
     found = expectations.of(fn)(mean, cov.variance())
     return found.mean, cov.elementwise(found)
 
