@@ -10,6 +10,7 @@ A function takes one matrix (n, n); stacks go through `jax.vmap`. NaN stays NaN.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,7 @@ from jax.custom_batching import custom_vmap
 
 from moment_jax.xla import diagonal_of
 
-_PANEL = (
-    16  # columns of a factor at a time, which saves memory traffic; one program for all of them
-)
+_PANEL = 16  # columns of a factor at a time: less memory traffic, and one program for all of them
 _LEAF = 40  # up to this many rows are eliminated one by one; wider matrices are halved
 _MOST_LEAVES = 16  # of any matrix, so that programs do not grow with its width
 
@@ -36,9 +35,7 @@ def eigh(matrix: Array) -> Pair:
 
 
 @eigh.def_vmap
-def _eigh_of_stack(
-    _size: int, _batched: list[bool], stack: Array
-) -> tuple[Pair, tuple[bool, bool]]:
+def _eigh_of_stack(_size: int, _batched: list[bool], stack: Array) -> tuple[Pair, Any]:
     one_by_one = functools.partial(jax.lax.map, eigh)
     pairs = jax.lax.platform_dependent(stack, cpu=one_by_one, default=eigh.fun)
     return pairs, (True, True)
@@ -92,33 +89,27 @@ def inverse_root(matrix: Array, least: float | None = None) -> Array:
     NaN for other matrices. With `least`, rows and columns whose pivot is at most that are left out as if
     the matrix did not have them: zero in R. On accelerators the library's, unless pivots are skipped.
     """
-    by_halves = functools.partial(_inverse_root, least=least)
-    if least is not None:
-        return by_halves(matrix)
-    return jax.lax.platform_dependent(matrix, cpu=by_halves, default=_inverse_root_by_library)
-
-
-def _inverse_root_by_library(matrix: Array) -> Array:
-    eye = jnp.eye(len(matrix), dtype=matrix.dtype)
-    return jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(matrix), eye, lower=True)
-
-
-def _inverse_root(matrix: Array, least: float | None) -> Array:
-    """By products of halves, [[P, 0], [-S B P, S]] with P, S of the first half and its complement."""
     leaf = max(_LEAF, len(matrix) // _MOST_LEAVES)
 
-    def root(matrix: Array) -> Array:
+    def by_library(matrix: Array) -> Array:
+        eye = jnp.eye(len(matrix), dtype=matrix.dtype)
+        return jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(matrix), eye, lower=True)
+
+    def by_halves(matrix: Array) -> Array:
+        """[[P, 0], [-S B P, S]] with P, S of the first half and its complement."""
         if len(matrix) <= leaf:
             return _eliminated(matrix, least)
         half = len(matrix) // 2
-        first = root(matrix[:half, :half])
+        first = by_halves(matrix[:half, :half])
         low = dot(matrix[half:, :half], first.T)
-        second = root(matrix[half:, half:] - dot(low, low.T))
+        second = by_halves(matrix[half:, half:] - dot(low, low.T))
         upper = jnp.concatenate([first, jnp.zeros_like(matrix[:half, half:])], axis=1)
         lower = jnp.concatenate([-dot(dot(second, low), first), second], axis=1)
         return jnp.concatenate([upper, lower])
 
-    return root(matrix)
+    if least is not None:
+        return by_halves(matrix)
+    return jax.lax.platform_dependent(matrix, cpu=by_halves, default=by_library)
 
 
 def _eliminated(matrix: Array, least: float | None) -> Array:

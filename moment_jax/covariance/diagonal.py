@@ -1,18 +1,117 @@
 """`Diagonal`: variances only, T D numbers."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from moment_jax.covariance.base import Covariance, RandomKernel, check_dense
-from moment_jax.covariance.cross import DiagonalCross
 from moment_jax.covariance.fields import check_fields, check_variances, register_fields
-from moment_jax.covariance.numerics import safe_sqrt, vector_variance
+from moment_jax.covariance.numerics import safe_divide, safe_sqrt, vector_variance
 from moment_jax.xla import diagonal_matrix
+
+
+class DiagonalCross(NamedTuple):
+    """Cov[x_td, z_te] within each token, as the chain of gains and kernels that leads from x to z.
+
+    That is g0_td sum_f K1_df g1_tf K2_fe g2_te for two kernels, exact where only x's own entry of z is
+    asked for. Longer chains are shortened by averaging a gain over tokens.
+    """
+
+    gains: tuple[Array, ...]  # (T, D_i), or (1, D_i) of all tokens
+    kernels: tuple[Array, ...]  # one fewer, (D_i, D_{i+1}); at most two
+    left: np.ndarray  # the token of each row of x, -1 for none
+    right: np.ndarray  # that of each row of z
+
+    @property
+    def T(self) -> DiagonalCross:  # noqa: N802
+        kernels = tuple(kernel.T for kernel in reversed(self.kernels))
+        return DiagonalCross(self.gains[::-1], kernels, self.right, self.left)
+
+    def rescale(self, gain: Array) -> DiagonalCross:
+        if len(gain) > 1 and not np.array_equal(self.right, np.arange(len(self.right))):
+            count = max(map(len, self.gains))
+            gain = jnp.ones((count, gain.shape[1]), gain.dtype).at[self.right].set(gain)
+        return self._replace(gains=(*self.gains[:-1], self.gains[-1] * gain))
+
+    def map_features(self, kernel: Array) -> DiagonalCross:
+        gains, kernels = self.gains, self.kernels
+        if len(kernels) == 2:
+            gains, short = self._short()
+            kernels = (short,)
+        unit = jnp.ones((1, kernel.shape[1]), kernel.dtype)
+        return self._replace(gains=(*gains, unit), kernels=(*kernels, kernel))
+
+    def map_each(self, kernels: Array) -> DiagonalCross:
+        return self.map_features(jnp.mean(kernels, axis=0))
+
+    def map_tokens(self, weights: Array) -> DiagonalCross | None:
+        """What other tokens tell is not held."""
+        if weights.shape[0] != weights.shape[1]:
+            return None
+        return self.rescale(jnp.broadcast_to(jnp.diagonal(weights)[:, None], self._shape))
+
+    def map_heads(self, weights: Array) -> DiagonalCross | None:
+        if weights.shape[1] != weights.shape[2]:
+            return None
+        own = jnp.diagonal(weights, axis1=1, axis2=2).T
+        return self.rescale(jnp.repeat(own, self._shape[1] // len(weights), axis=1))
+
+    def take(self, rows: np.ndarray, columns: np.ndarray) -> DiagonalCross:
+        right = np.where(rows < 0, -1, self.right[rows])
+        found = self._replace(right=right)
+        if np.array_equal(columns, np.arange(self._shape[1])):
+            return found
+        return found.map_features(
+            jax.nn.one_hot(columns, self._shape[1]).T.astype(self.gains[0].dtype)
+        )
+
+    def add(self, other: DiagonalCross) -> DiagonalCross:
+        """Of two ways from x to z; each is first shortened to one kernel, unless neither has any."""
+        if not self.kernels and not other.kernels:
+            return self._replace(gains=(self.gains[0] + other.gains[0],))
+        gains, kernel = self._short()
+        others, another = other._short()
+        # One gain for the entries of x in both.
+        kernel = kernel * jnp.mean(gains[1], axis=0, keepdims=True)
+        another = another * jnp.mean(others[1], axis=0, keepdims=True)
+        ratio = safe_divide(jnp.mean(others[0], axis=0), jnp.mean(gains[0], axis=0))
+        unit = jnp.ones((1, kernel.shape[1]), kernel.dtype)
+        return self._replace(gains=(gains[0], unit), kernels=(kernel + ratio[:, None] * another,))
+
+    def own(self) -> Array:
+        if not self.kernels:
+            found = self.gains[0]
+        elif len(self.kernels) == 1:
+            found = self.gains[0] * self.gains[1] * jnp.diagonal(self.kernels[0])[None]
+        else:
+            first, middle, last = self.gains
+            found = first * (middle @ (self.kernels[0].T * self.kernels[1])) * last
+        here = (self.left == self.right) & (self.left >= 0)
+        if here.all() and np.array_equal(self.left, np.arange(len(found))):
+            return found
+        return jnp.where(here[:, None], found[self.left] if len(found) > 1 else found, 0)
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return len(self.right), self.gains[-1].shape[1]
+
+    def _short(self) -> tuple[tuple[Array, Array], Array]:
+        """The chain with one kernel: its two gains, and the kernel."""
+        if not self.kernels:
+            gain = self.gains[0]
+            unit = jnp.eye(gain.shape[1], dtype=gain.dtype)
+            return (gain, jnp.ones((1, len(unit)), gain.dtype)), unit
+        if len(self.kernels) == 1:
+            return (self.gains[0], self.gains[1]), self.kernels[0]
+        gain = jnp.mean(self.gains[1], axis=0, keepdims=True)
+        return (self.gains[0], self.gains[2]), (self.kernels[0] * gain) @ self.kernels[1]
 
 
 @register_fields

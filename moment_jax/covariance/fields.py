@@ -35,12 +35,9 @@ def register_fields(cls: type[T]) -> type[T]:
 
     jax.tree_util.register_pytree_with_keys(cls, flatten, lambda _, leaves: rebuilt(cls, leaves))
     if cls.__module__.startswith("moment_jax."):
-        export.register_pytree_node_serialization(
-            cls,
-            serialized_name=f"moment_jax.{cls.__name__}",
-            serialize_auxdata=lambda _: b"",
-            deserialize_auxdata=lambda _: None,
-        )
+        none: Any = {"serialize_auxdata": lambda _: b"", "deserialize_auxdata": lambda _: None}
+        name = f"moment_jax.{cls.__name__}"
+        export.register_pytree_node_serialization(cls, serialized_name=name, **none)
     return cls
 
 
@@ -53,7 +50,7 @@ def rebuilt(cls: Any, leaves: Iterable[object]) -> Any:
 
 
 def check_fields(
-    call: str, fix: str, other_shapes: Callable[[Shape], list[Shape]], *leaves: object
+    call: str, fix: str, other_shapes: Callable[[Shape], list[Shape]], *leaves: Any
 ) -> None:
     """Raise unless the fields of a dataclass are real arrays whose shapes fit the first field.
 
@@ -64,11 +61,12 @@ def check_fields(
     """
     for leaf in leaves:
         check_floating(call, leaf)
-    shapes = [_array_shape(leaf) for leaf in leaves]
-    known = [shape for shape in shapes if shape is not None]
-    if len(known) < len(shapes) or not any(known):
+    numbers = (jax.Array, np.ndarray, np.generic, int, float)
+    if not all(isinstance(x, numbers) and not isinstance(x, bool) for x in leaves):
         return
-    first, *others = known
+    first, *others = known = [np.shape(leaf) for leaf in leaves]
+    if not any(known):
+        return
     try:
         expected = other_shapes(first)
     except ValueError as error:
@@ -83,16 +81,15 @@ def check_fields(
 def check_array(call: str, array: object) -> None:
     """Raise unless this is a floating-point array."""
     if not hasattr(array, "ndim"):
-        raise TypeError(
-            f"`{call}` needs arrays. Got {type(array).__name__}. Use jnp.asarray(values)."
-        )
+        kind = type(array).__name__
+        raise TypeError(f"`{call}` needs arrays. Got {kind}. Use jnp.asarray(values).")
     check_floating(call, array)
 
 
 def check_floating(call: str, array: object) -> None:
     """Raise for lists and for arrays of integers or booleans."""
     if isinstance(array, list):
-        raise TypeError(f"`{call}` needs arrays. Got list. Use jnp.asarray(values).")
+        check_array(call, array)
     if isinstance(array, (jax.Array, np.ndarray)) and not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(
             f"`{call}` needs floating-point numbers. Got {array.dtype}. Use .astype(jnp.float32)."
@@ -137,11 +134,6 @@ def sequence_shape(structure: type, shape: Shape) -> tuple[int, int]:
             f"batch, use jax.vmap, and {name}.zeros(x.shape) inside the mapped function."
         )
     return shape[0], shape[1]
-
-
-def _array_shape(leaf: Any) -> Shape | None:
-    known = isinstance(leaf, (jax.Array, np.ndarray, np.generic, int, float))
-    return tuple(np.shape(leaf)) if known and not isinstance(leaf, bool) else None
 
 
 def _listed(shapes: list[Shape]) -> str:

@@ -78,10 +78,8 @@ class Full(Covariance):
         # Square the quotient: a quotient of squares overflows earlier.
         squared_corr = safe_divide(self.cov, root[:, :, None, None] * root[None, None]) ** 2
         gain, second = moments.gain, moments.second
-        kept = (
-            gain[:, :, None, None] * self.cov * gain[None, None]
-            + second[:, :, None, None] * squared_corr * second[None, None]
-        )
+        kept = gain[:, :, None, None] * self.cov * gain[None, None]
+        kept = kept + second[:, :, None, None] * squared_corr * second[None, None]
         # The rest of the variance (higher Hermite terms), nonnegative by Parseval.
         rest = nonnegative(moments.variance - gain**2 * variance - second**2)
         return self.unchecked(kept + diagonal_matrix(rest.ravel()).reshape(t, d, t, d))

@@ -10,6 +10,8 @@ from jax.custom_derivatives import SymbolicZero
 from moment_jax import linalg
 from moment_jax.xla import diagonal_matrix, diagonal_of, materialized, on_diagonal
 
+Pair = tuple[Array, Array]
+
 
 @jax.custom_jvp
 def nonnegative(x: Array) -> Array:
@@ -21,7 +23,7 @@ def nonnegative(x: Array) -> Array:
 
 
 @nonnegative.defjvp
-def _nonnegative_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+def _nonnegative_jvp(primals: tuple[Array], tangents: tuple[Array]) -> Pair:
     (x,), (change,) = primals, tangents
     return nonnegative(x), jax.lax.select(x < 0, jnp.zeros_like(change), change)
 
@@ -37,7 +39,7 @@ def safe_sqrt(x: Array) -> Array:
 
 
 @safe_sqrt.defjvp
-def _safe_sqrt_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+def _safe_sqrt_jvp(primals: tuple[Array], tangents: tuple[Array]) -> Pair:
     root = safe_sqrt(*primals)
     return root, tangents[0] / _infinite_where(root == 0, 2 * root)
 
@@ -49,9 +51,7 @@ def safe_divide(x: Array, y: Array) -> Array:
 
 
 @safe_divide.defjvp
-def _safe_divide_jvp(
-    primals: tuple[Array, Array], tangents: tuple[Array, Array]
-) -> tuple[Array, Array]:
+def _safe_divide_jvp(primals: Pair, tangents: Pair) -> Pair:
     (x, y), (dx, dy) = primals, tangents
     divisor = _safe_divisor(y)
     quotient = x / divisor
@@ -68,14 +68,6 @@ def _infinite_where(void: Array, divisor: Array) -> Array:
     return jnp.where(void, jnp.full((), jnp.inf, divisor.dtype), divisor)
 
 
-def gram(rows: Array, metric: Array | None = None) -> Array:
-    """The product rows A rows^T of a (T, D) array; A is symmetric (D, D), a diagonal (D,), or None.
-
-    Assumes that A is symmetric, and changes of it too: the derivative by A is the symmetric one.
-    """
-    return _gram(rows, metric)
-
-
 def under(rows: Array, metric: Array | None) -> Array:
     """Rows (T, D) times a matrix (D, D), a diagonal (D,), or None for the identity."""
     if metric is None:
@@ -84,11 +76,15 @@ def under(rows: Array, metric: Array | None) -> Array:
 
 
 @jax.custom_jvp
-def _gram(rows: Array, metric: Array | None) -> Array:
+def gram(rows: Array, metric: Array | None = None) -> Array:
+    """The product rows A rows^T of a (T, D) array; A is symmetric (D, D), a diagonal (D,), or None.
+
+    Assumes that A is symmetric, and changes of it too: the derivative by A is the symmetric one.
+    """
     return under(rows, metric) @ rows.T
 
 
-def _gram_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+def _gram_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Pair:
     """The derivative is half + half^T, which saves one product of two or of four in a gradient."""
     (rows, metric), (change, metric_change) = primals, tangents
     halves = []
@@ -97,10 +93,10 @@ def _gram_jvp(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Arra
     if metric is not None and not isinstance(metric_change, SymbolicZero):
         halves.append(0.5 * under(rows, metric_change))
     half = sum(halves[1:], halves[0]) @ rows.T
-    return _gram(rows, metric), materialized(half + half.T)
+    return gram(rows, metric), materialized(half + half.T)
 
 
-_gram.defjvp(_gram_jvp, symbolic_zeros=True)
+gram.defjvp(_gram_jvp, symbolic_zeros=True)
 
 
 def weighted_sum(weights: Array, rows: Array) -> Array:
@@ -128,11 +124,29 @@ def summed_covs(*covs: Array) -> Array:
     return sum(covs[1:], covs[0])
 
 
+def kernel_noise(weights: Any, features: Array | None, rows: Array) -> Array:
+    """sum_ij (features + rows^T rows)_ij Cov[w_io, w_jp]: (O,) if uncorrelated, else (O, O).
+
+    `features` is (D, D), a diagonal (D,), or None for zero.
+    """
+    if weights.uncorrelated:
+        squares = jnp.sum(rows**2, axis=0)
+        squares = squares if features is None else squares + vector_variance(features)
+        return weights.noise_variance(jnp.zeros_like(squares), squares)
+    moment = gram(rows.T)
+    return weights.noise_block(moment if features is None else moment + vector_cov(features))
+
+
+def outer_by_share(rows: Array, columns: Array) -> Array:
+    """A (T, D) array with these sums over features, (T,), in proportion to `columns`, (D,)."""
+    return rows[:, None] * safe_divide(columns, jnp.sum(columns))[None, :]
+
+
 def correlation_of(cov: Array) -> Array:
     """The correlation matrix of a positive semidefinite matrix."""
-    inverse = safe_divide(jnp.ones((), cov.dtype), safe_sqrt(diagonal_of(cov)))
-    correlation = inverse[:, None] * cov * inverse[None, :]
     one = jnp.ones((), cov.dtype)
+    inverse = safe_divide(one, safe_sqrt(diagonal_of(cov)))
+    correlation = inverse[:, None] * cov * inverse[None, :]
     # Not `clip`: its gradient at the bounds is a half.
     correlation = jnp.where(correlation > one, one, correlation)
     correlation = jnp.where(correlation < -one, -one, correlation)

@@ -1,39 +1,91 @@
 """`Separable`: variances, one token Gram matrix and one feature Gram matrix."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from moment_jax.covariance import numerics
+from moment_jax.covariance import fields, numerics
 from moment_jax.covariance import token_gram as tg
 from moment_jax.covariance.base import Covariance, RandomKernel, check_dense
-from moment_jax.covariance.cross import SeparableCross
-from moment_jax.covariance.fields import (
-    check_fields,
-    check_variances,
-    known_values,
-    register_fields,
-    sequence_shape,
-)
-from moment_jax.covariance.numerics import (
-    nonnegative,
-    safe_divide,
-    safe_sqrt,
-    vector_cov,
-    vector_variance,
-    weighted_sum,
-)
-from moment_jax.covariance.pool import pool_seen
+from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt, vector_cov
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
 NARROW = 12  # up to this many features `add_branch` restores positive semidefiniteness
 
 
-@register_fields
+class SeparableCross(NamedTuple):
+    """Cov[x_td, z_se] = P_ts F_de."""
+
+    tokens: tg.Tokens  # P, (T, S)
+    features: Array  # F, (D, E)
+    pools: tuple[Array, Array]  # of x, (T,), and of z, (S,), for averages over tokens
+
+    @property
+    def T(self) -> SeparableCross:  # noqa: N802
+        return SeparableCross(self.tokens.T, self.features.T, self.pools[::-1])
+
+    def shares(self) -> Array:
+        """Each token's covariance with the pooled sum of x, in an average over tokens of z, (S,)."""
+        shares = self.pools[1] * jnp.abs(tg.vecmat(self.pools[0], self.tokens))
+        return safe_divide(shares, jnp.sum(shares))
+
+    def rescale(self, gain: Array) -> SeparableCross:
+        gain = gain[0] if len(gain) == 1 else self.shares() @ gain
+        return self._replace(features=self.features * gain[None, :])
+
+    def map_features(self, kernel: Array) -> SeparableCross:
+        return self._replace(features=self.features @ kernel)
+
+    def map_each(self, kernels: Array) -> SeparableCross:
+        return self.map_features(jnp.tensordot(self.shares(), kernels, 1))
+
+    def map_tokens(self, weights: Array) -> SeparableCross:
+        pools = self.pools[0], jnp.ones(len(weights), weights.dtype)
+        return SeparableCross(tg.whole(self.tokens) @ weights.T, self.features, pools)
+
+    def map_heads(self, weights: Array) -> SeparableCross:
+        """One pattern for all heads; each keeps its own share of the pooled sum."""
+        reached = tg.vecmat(self.pools[0], self.tokens) @ jnp.sum(weights, axis=1).T
+        own = jnp.repeat(
+            safe_divide(reached, jnp.mean(reached)), self.features.shape[1] // len(reached)
+        )
+        return self.map_tokens(jnp.mean(weights, axis=0)).rescale(own[None])
+
+    def take(self, rows: np.ndarray, columns: np.ndarray) -> SeparableCross:
+        tokens, features, (pool, other) = self
+        if not np.array_equal(rows, np.arange(len(other))):
+            tokens = jnp.where(rows < 0, 0, tg.whole(tokens)[:, rows])
+            other = jnp.where(rows < 0, 0, other[rows])
+        if not np.array_equal(columns, np.arange(features.shape[1])):
+            features = jnp.where(columns < 0, 0, features[:, columns])
+        return SeparableCross(tokens, features, (pool, other))
+
+    def add(self, other: SeparableCross) -> SeparableCross:
+        """That of the pooled sums is exact; the pattern is an average of both."""
+        if self.tokens is other.tokens:
+            return self._replace(features=self.features + other.features)
+        left, right = (jnp.sum(x.pools[1] * tg.vecmat(x.pools[0], x.tokens)) for x in (self, other))
+        features = left * self.features + right * other.features
+        # A pattern and its features may both be negative.
+        size, more = (
+            jnp.sign(n) * safe_sqrt(jnp.sum(f**2))
+            for n, f in ((left, self.features), (right, other.features))
+        )
+        tokens = size * self.tokens + more * other.tokens
+        return SeparableCross(tg.divide(tokens, size * left + more * right), features, self.pools)
+
+    def own(self) -> Array:
+        return tg.diagonal_of(self.tokens)[:, None] * tg.diagonal_of(self.features)[None, :]
+
+
+@fields.register_fields
 @dataclasses.dataclass(frozen=True)
 class Separable(Covariance):
     """Tokens and features correlate separately: Cov[x_td, x_se] = G_ts C_de / tr C.
@@ -69,31 +121,26 @@ class Separable(Covariance):
 
     def __post_init__(self) -> None:
         call = "Separable(variances, tokens, features, pool)"
-        fields = self.variances, self.tokens, self.features, self.pool
-        check_fields(call, "For a certain x, use Separable.zeros((T, D)).", _other_shapes, *fields)
-        check_variances(call, self.variances)
-        check_variances(call, self.tokens, "t")
-        check_variances(call, self.features, "d")
-        known = [known_values(field) for field in fields]
+        given = self.variances, self.tokens, self.features, self.pool
+        fix = "For a certain x, use Separable.zeros((T, D))."
+        fields.check_fields(call, fix, _other_shapes, *given)
+        for array, axes in zip(given, ("", "t", "d"), strict=False):
+            fields.check_variances(call, array, axes)
+        known = [fields.known_values(field) for field in given]
         if any(field is None or field.ndim == 0 for field in known):
             return
         _, tokens, features, pool = known
-        given = jnp.einsum("...dd->...", features)
+        trace = jnp.einsum("...dd->...", features)
         expected = jnp.einsum("...t,...ts,...s->...", pool, tokens, pool)
-        if jnp.any(jnp.abs(given - expected) > 0.1 * jnp.maximum(given, expected)):
+        if jnp.any(jnp.abs(trace - expected) > 0.1 * jnp.maximum(trace, expected)):
             raise ValueError(
                 f"`{call}` needs tr(features) == pool @ tokens @ pool, both the total variance of the "
-                f"pooled sum. Got {given} and {expected}. Rescale the features, or use "
+                f"pooled sum. Got {trace} and {expected}. Rescale the features, or use "
                 "Separable.project(dense)."
             )
 
     @classmethod
-    def zeros(
-        cls,
-        shape: tuple[int, ...],
-        dtype: jnp.dtype | type = jnp.float32,
-        landmarks: int | None = None,
-    ) -> Self:
+    def zeros(cls, shape: fields.Shape, dtype: Any = jnp.float32, landmarks: Any = None) -> Self:
         """Covariance of a constant array of this (T, D) shape.
 
         Its token Gram matrices are kept at `landmarks` tokens, denser at the start (at all, if there
@@ -101,14 +148,11 @@ class Separable(Covariance):
         all of up to 256 tokens, and 64 of more. A mask that is not the same for all queries, such as a
         causal one, needs all, for a later landmark tells about earlier tokens: landmarks=T.
         """
-        t, d = sequence_shape(cls, shape)
+        t, d = fields.sequence_shape(cls, shape)
         count = tg.num_landmarks(f"{cls.__name__}.zeros", t, landmarks)
-        tokens: tg.Tokens = jnp.zeros((t, count), dtype)
-        if count < t:
-            tokens = tg.TokenGram(jnp.zeros((t, count), dtype), jnp.zeros(t, dtype))
-        return cls.unchecked(
-            jnp.zeros((t, d), dtype), tokens, jnp.zeros((d, d), dtype), jnp.ones(t, dtype)
-        )
+        columns, features = jnp.zeros((t, count), dtype), jnp.zeros((d, d), dtype)
+        tokens = columns if count == t else tg.TokenGram(columns, jnp.zeros(t, dtype))
+        return cls.unchecked(jnp.zeros((t, d), dtype), tokens, features, jnp.ones(t, dtype))
 
     @classmethod
     def project(cls, dense: Array, pool: Array | None = None) -> Self:
@@ -128,8 +172,8 @@ class Separable(Covariance):
     @classmethod
     def independent(cls, variance: Array) -> Self:
         rows, columns = jnp.sum(variance, axis=1), jnp.sum(variance, axis=0)
-        fields = variance, diagonal_matrix(rows), diagonal_matrix(columns)
-        return cls.unchecked(*fields, jnp.ones_like(rows))
+        tokens, features = diagonal_matrix(rows), diagonal_matrix(columns)
+        return cls.unchecked(variance, tokens, features, jnp.ones_like(rows))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -146,21 +190,17 @@ class Separable(Covariance):
         """P = G / p^T G p, (T, T), so that Cov[x_ti, x_sj] = P_ts C_ij."""
         return tg.divide(self.tokens, self.total())
 
+    def energy(self) -> Array:
+        """The trace of C, ()."""
+        return jnp.sum(diagonal_of(self.features))
+
     def shares(self) -> Array:
         """Each feature's share of C, diag(C) / tr C, (D,)."""
-        own = tg.diagonal_of(self.features)
-        return safe_divide(own, jnp.sum(own))
-
-    def average(self, gain: Array) -> Array:
-        """A gain (T, D) averaged over tokens, (D,), by each token's covariance with the pooled sum."""
-        return average_gain(self.pool, self.tokens, gain)
+        return safe_divide(diagonal_of(self.features), self.energy())
 
     def to_dense(self) -> Array:
-        scale = safe_sqrt(self.variances)
-        tokens, features = (
-            tg.whole(tg.correlation(self.tokens)),
-            numerics.correlation_of(self.features),
-        )
+        scale, tokens = safe_sqrt(self.variances), tg.whole(tg.correlation(self.tokens))
+        features = numerics.correlation_of(self.features)
         return jnp.einsum("td,se,ts,de->tdse", scale, scale, tokens, features)
 
     def token_gram(self) -> Array:
@@ -189,7 +229,7 @@ class Separable(Covariance):
     def seen_by(self, mask: Array | None, *, memory: bool = False) -> Self:
         if mask is None or getattr(mask, "shape", ())[-1:] != self.shape[:1]:
             return self  # attention raises an error for a wrong shape
-        return self.pooled(pool_seen(mask, tg.diagonal_of(self.tokens) > 0, memory=memory))
+        return self.pooled(tg.pool_seen(mask, tg.diagonal_of(self.tokens) > 0, memory=memory))
 
     def check_mask(self, call: str, mask: Array) -> None:
         t, count = self.shape[0], tg.count_of(self.tokens)
@@ -209,9 +249,7 @@ class Separable(Covariance):
         before, after = (weights**2 @ self.variances for weights in (self.pool, pool))
         gain = safe_sqrt(safe_divide(after, before))
         features = gain[:, None] * self.features * gain[None, :]
-        size = safe_divide(
-            jnp.sum(tg.diagonal_of(self.features)), jnp.sum(tg.diagonal_of(features))
-        )
+        size = safe_divide(self.energy(), jnp.sum(diagonal_of(features)))
         return features * (size * safe_divide(total, self.total()))
 
     def rescale(self, factor: Array) -> Self:
@@ -223,16 +261,15 @@ class Separable(Covariance):
         else:
             rows, shares = self.pool[:, None] * factor, self.shares()
             tokens = self.tokens * tg.gram(factor, shares, tg.count_of(self.tokens))
-            inverse = safe_divide(jnp.ones((), self.dtype), jnp.sum(tg.diagonal_of(self.features)))
+            inverse = safe_divide(jnp.ones((), self.dtype), self.energy())
             features = self.features * inverse * tg.quadratic(rows.T, self.tokens)
         return self.unchecked(variances, tokens, features, self.pool)
 
     def map_features(self, kernel: Array) -> Self:
         features = numerics.gram(kernel.T, self.features)
         own = diagonal_of(features)
-        size = safe_divide(jnp.sum(own), jnp.sum(diagonal_of(self.features)))
-        tokens = self.tokens * size
-        variances = outer_by_share(tg.diagonal_of(tokens), own)
+        tokens = self.tokens * safe_divide(jnp.sum(own), self.energy())
+        variances = numerics.outer_by_share(tg.diagonal_of(tokens), own)
         return self.unchecked(variances, tokens, features, self.pool)
 
     def map_tokens(self, weights: Array) -> Self:
@@ -246,11 +283,10 @@ class Separable(Covariance):
         shares = safe_divide(shares, jnp.sum(shares, axis=1, keepdims=True))
         features = self._features_of(jnp.sum(weights, axis=0), tg.total(tokens))
         if len(weights) == 1:  # a sum over tokens is what C holds
-            shares, tokens = (
-                tg.diagonal_of(features)[None],
-                jnp.sum(tg.diagonal_of(features))[None, None],
+            own = diagonal_of(features)
+            return self.unchecked(
+                own[None], jnp.sum(own)[None, None], features, jnp.ones(1, self.dtype)
             )
-            return self.unchecked(shares, tokens, features, jnp.ones(1, self.dtype))
         variances = tg.diagonal_of(tokens)[:, None] * shares
         return self.unchecked(variances, tokens, features, jnp.ones(len(weights), self.dtype))
 
@@ -260,17 +296,17 @@ class Separable(Covariance):
         pattern, t = tg.whole(self.pattern()), weights.shape[1]
         reached = jnp.einsum("hut,ts->hus", weights, pattern)
         own = jnp.einsum("hus,hvs->huv", reached, weights)
-        shares = jnp.sum(tg.diagonal_of(self.features).reshape(len(weights), -1), axis=1)
+        shares = jnp.sum(diagonal_of(self.features).reshape(len(weights), -1), axis=1)
         tokens = jnp.tensordot(shares, own, 1)
         summed = jnp.sum(weights, axis=1)
         overlap = summed @ pattern @ summed.T
         features = self.features * jnp.repeat(jnp.repeat(overlap, width, 0), width, 1)
         energy = jnp.repeat(jnp.diagonal(own, axis1=1, axis2=2).T, width, axis=1)
-        variances = energy * tg.diagonal_of(self.features)[None, :]
+        variances = energy * diagonal_of(self.features)[None, :]
         return self.unchecked(variances, tokens, features, jnp.ones(t, self.dtype))
 
     def map_each(self, kernels: Array) -> Self:
-        inverse = safe_divide(jnp.ones((), self.dtype), jnp.sum(tg.diagonal_of(self.features)))
+        inverse = safe_divide(jnp.ones((), self.dtype), self.energy())
         mapped = jnp.einsum("ij,tjo->tio", self.features * inverse, kernels)
         tokens = self.tokens * jnp.einsum("tio,sio->ts", mapped, kernels)
         own = jnp.sum(mapped * kernels, axis=1) * tg.diagonal_of(self.tokens)[:, None]
@@ -280,18 +316,18 @@ class Separable(Covariance):
 
     def add(self, *others: Self) -> Self:
         every = [self, *(o if o.pool is self.pool else o.pooled(self.pool) for o in others)]
-        fields = zip(*((o.variances, o.tokens, o.features) for o in every), strict=True)
-        return self.unchecked(*(sum(parts[1:], parts[0]) for parts in fields), self.pool)
+        statistics = zip(*((o.variances, o.tokens, o.features) for o in every), strict=True)
+        return self.unchecked(*(sum(parts[1:], parts[0]) for parts in statistics), self.pool)
 
     def weight_noise(self, mean: Array, weights: RandomKernel) -> Self:
-        metric, pooled = weights.input_metric(), weighted_sum(self.pool, mean)
-        by_noise = kernel_noise(weights, self.features, jnp.zeros_like(mean[:1]))
+        metric, pooled = weights.input_metric(), numerics.weighted_sum(self.pool, mean)
+        by_noise = numerics.kernel_noise(weights, self.features, jnp.zeros_like(mean[:1]))
         variances = weights.noise_variance(mean, jnp.zeros_like(mean))
-        own = vector_variance(by_noise)
-        total = jnp.sum(tg.diagonal_of(self.features))
-        size = safe_divide(jnp.sum(self.features * vector_cov(metric)), total)
-        variances = variances + tg.diagonal_of(self.tokens)[:, None] * safe_divide(own, total)[None]
-        features = vector_cov(by_noise + kernel_noise(weights, None, pooled[None]))
+        own, energy = numerics.vector_variance(by_noise), self.energy()
+        size = safe_divide(jnp.sum(self.features * vector_cov(metric)), energy)
+        shares = safe_divide(own, energy)[None]
+        variances = variances + tg.diagonal_of(self.tokens)[:, None] * shares
+        features = vector_cov(by_noise + numerics.kernel_noise(weights, None, pooled[None]))
         tokens = self.tokens * size + tg.gram(mean, metric, tg.count_of(self.tokens))
         return self.unchecked(variances, tokens, features, self.pool)
 
@@ -309,8 +345,8 @@ class Separable(Covariance):
         return self.unchecked(variances, tokens, agreeing(features, tokens, pool), pool)
 
     def gain_noise(self, mean: Array, gain_cov: Array) -> Self:
-        metric, pooled = vector_variance(gain_cov), weighted_sum(self.pool, mean)
-        own = tg.diagonal_of(self.features)
+        metric, pooled = numerics.vector_variance(gain_cov), numerics.weighted_sum(self.pool, mean)
+        own = diagonal_of(self.features)
         size = safe_divide(own @ metric, jnp.sum(own))
         variances = (self.variances + mean**2) * metric[None, :]
         tokens = self.tokens * size + tg.gram(mean, metric, tg.count_of(self.tokens))
@@ -321,7 +357,7 @@ class Separable(Covariance):
         return self.unchecked(variances, tokens, features, self.pool)
 
     def bias_noise(self, bias_cov: Array) -> Self:
-        own, t = vector_variance(bias_cov), self.shape[0]
+        own, t = numerics.vector_variance(bias_cov), self.shape[0]
         return self.unchecked(
             jnp.broadcast_to(own, (t, len(own))),
             tg.at_landmarks(jnp.broadcast_to(jnp.sum(own), (t, t)), tg.count_of(self.tokens)),
@@ -334,18 +370,13 @@ class Separable(Covariance):
         count = tg.count_of(tokens)
         first, second = safe_sqrt(self.variances) * moments.gain, moments.second
         rest = nonnegative(moments.variance - first**2 - second**2)
-        pooled = self.pool[:, None]
-        return self.unchecked(
-            moments.variance,
-            tg.add_diagonal(
-                tokens * tg.gram(first, None, count) + tokens**2 * tg.gram(second, None, count),
-                jnp.sum(rest, axis=1),
-            ),
-            features * tg.quadratic((pooled * first).T, tokens)
-            + features**2 * tg.quadratic((pooled * second).T, tokens**2)
-            + diagonal_matrix(weighted_sum(self.pool**2, rest)),
-            self.pool,
-        )
+        p = self.pool[:, None]
+        twice = features**2 * tg.quadratic((p * second).T, tokens**2)
+        features = features * tg.quadratic((p * first).T, tokens) + twice
+        features = features + diagonal_matrix(numerics.weighted_sum(self.pool**2, rest))
+        tokens = tokens * tg.gram(first, None, count) + tokens**2 * tg.gram(second, None, count)
+        tokens = tg.add_diagonal(tokens, jnp.sum(rest, axis=1))
+        return self.unchecked(moments.variance, tokens, features, self.pool)
 
     def with_itself(self) -> SeparableCross:
         return SeparableCross(self.pattern(), self.features, (self.pool, self.pool))
@@ -363,7 +394,7 @@ class Separable(Covariance):
         bound = safe_sqrt(self.variances * branch.variances)
         shared = jax.lax.clamp(-bound, cross.own(), bound)
         variances = self.variances + branch.variances + 2 * shared
-        by_token = cross.tokens * jnp.sum(tg.diagonal_of(cross.features))
+        by_token = cross.tokens * jnp.sum(diagonal_of(cross.features))
         if not isinstance(by_token, tg.TokenGram):
             # Where heads cancel in the pooled sum, what single tokens get of it has lost its scale.
             own, other = (jnp.sum(x.variances, axis=1) for x in (self, branch))
@@ -389,31 +420,7 @@ class Separable(Covariance):
 
 def agreeing(features: Array, tokens: tg.Tokens, pool: Array) -> Array:
     """C with the trace that the token Gram matrix says, p^T G p."""
-    return features * safe_divide(tg.vecmat(pool, tokens) @ pool, jnp.sum(tg.diagonal_of(features)))
-
-
-def average_gain(pool: Array, tokens: tg.Tokens, gain: Array) -> Array:
-    """A gain (T, D) averaged over tokens, (D,), by each token's covariance with the pooled sum."""
-    shares = pool * tg.vecmat(pool, tokens)
-    return safe_divide(shares @ gain, jnp.sum(shares))
-
-
-def kernel_noise(weights: RandomKernel, features: Array | None, rows: Array) -> Array:
-    """sum_ij (features + rows^T rows)_ij Cov[w_io, w_jp]: (O,) if uncorrelated, else (O, O).
-
-    `features` is (D, D), a diagonal (D,), or None for zero.
-    """
-    if weights.uncorrelated:
-        squares = jnp.sum(rows**2, axis=0)
-        squares = squares if features is None else squares + vector_variance(features)
-        return weights.noise_variance(jnp.zeros_like(squares), squares)
-    moment = numerics.gram(rows.T)
-    return weights.noise_block(moment if features is None else moment + vector_cov(features))
-
-
-def outer_by_share(rows: Array, columns: Array) -> Array:
-    """A (T, D) array with these sums over features, (T,), in proportion to `columns`, (D,)."""
-    return rows[:, None] * safe_divide(columns, jnp.sum(columns))[None, :]
+    return features * safe_divide(tg.vecmat(pool, tokens) @ pool, jnp.sum(diagonal_of(features)))
 
 
 def _other_shapes(variances: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -18,26 +18,11 @@ from moment_jax.expectations.softmax import (
     logsumexp_mean,
     softmax_expansion,
     softmax_jacobian,
-    softmax_mean,
-    softmax_moments,
 )
 from moment_jax.expectations.softmax_mean import ScoreCovariance, expected_softmax, masked_softmax
 
 __all__ = [
-    "ElementwiseMoments",
-    "ScoreCovariance",
-    "SoftmaxExpansion",
-    "elementwise",
-    "expected_softmax",
-    "expected_softmax_jacobian",
-    "gelu",
-    "logsumexp_mean",
-    "masked_softmax",
-    "of",
-    "piecewise_linear",
-    "rectified",
-    "softmax_expansion",
-    "softmax_jacobian",
-    "softmax_mean",
-    "softmax_moments",
-]
+    "ElementwiseMoments", "ScoreCovariance", "SoftmaxExpansion", "elementwise",
+    "expected_softmax", "expected_softmax_jacobian", "gelu", "logsumexp_mean", "masked_softmax",
+    "of", "piecewise_linear", "rectified", "softmax_expansion", "softmax_jacobian",
+]  # fmt: skip

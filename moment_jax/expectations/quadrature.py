@@ -1,10 +1,9 @@
 """Moments of any smooth scalar function of a Gaussian, by Gauss-Hermite quadrature."""
 
-import functools
 import itertools
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -59,8 +58,7 @@ def elementwise(
       bends: whether the slope of fn jumps. Quadratures of fn' and fn'' miss that, so those of fn are
         taken down to an sd of 1/64 instead of 1/4.
 
-    Raises:
-      ValueError: if num_nodes < 8, or fn does not return a scalar of x's dtype.
+    Also ValueError if num_nodes < 8, or fn does not return a scalar of x's dtype.
 
     Source: replaces the Taylor step of Transformer derivation, section 4.6; Price (1958).
 
@@ -95,8 +93,7 @@ def of(activation: str | ScalarFunction) -> Formula:
         `partial` of `jax.nn.gelu` say; any other goes through `elementwise`.
 
     Raises:
-      ValueError: if the name is unknown.
-      TypeError: if the function does not map a scalar to one.
+      ValueError, TypeError: if the name is unknown, or the function does not map a scalar to one.
 
     >>> of(jax.nn.relu) is of("relu")
     True
@@ -121,7 +118,7 @@ def of(activation: str | ScalarFunction) -> Formula:
     return _closed_form(activation) or partial(elementwise, activation)
 
 
-@functools.lru_cache(maxsize=64)
+@lru_cache(maxsize=64)
 def _closed_form(activation: ScalarFunction) -> Formula | None:
     """The closed form of a function with the values of ReLU or GELU."""
     points = np.linspace(-6, 6, 49, dtype=np.float32)
@@ -187,13 +184,9 @@ def _moments_jvp(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _mean_derivatives(
-    integrand: _Integrand,
-    highest: int,
-    num_nodes: int,
-    mean: Array,
-    variance: Array,
+    integrand: _Integrand, highest: int, num_nodes: int, mean: Array, variance: Array,
     constant: Array,
-) -> list[Any]:
+) -> list[Any]:  # fmt: skip
     """E[g^(k)(x)] for k = 0 .. highest, g = integrand(., constant): pytrees of arrays like mean."""
     narrow, ndim = variance < _NARROW, mean.ndim
     scale = jnp.sqrt(jnp.where(narrow, 1.0, variance))

@@ -1,7 +1,6 @@
 """Softmax of one row of Gaussian scores: mean, covariance, expected Jacobian; mean logsumexp.
 
-In the letters of the formulas: q is E[softmax], R the scores' covariance, J and X the Jacobian at q and
-the expected one.
+Letters: q is E[softmax], R the scores' covariance, J and X the Jacobian at q and the expected one.
 """
 # ruff: noqa: N803, N806
 
@@ -20,80 +19,39 @@ Pair = tuple[Array, Array]
 _MAX_STEPS = 24
 
 
-def softmax_mean(mean: Array, cov: Array, *, order: int = 2, mask: Array | None = None) -> Array:
-    """E[softmax(s)] for one row of scores s ~ N(mean, cov).
-
-    order=1 is softmax(mean). order=2 is `expected_softmax` with two iterations: to first order in cov
-    the second-order Taylor mean (Ito's correction), and a distribution at any noise. Relative error
-    against samples for 16 scores, means of sd 1.5: 0.001, 0.003, 0.03, 0.08 and 0.18 at score sd 0.5,
-    1, 2, 3 and 5.
-
-    Args:
-      mean: E[s], (C,). Entries of -inf count as masked.
-      cov: Cov[s], (C, C), symmetric positive semidefinite, or (C,) for independent scores.
-      order: 1 or 2.
-      mask: boolean (C,), False for excluded entries, whose probability is exactly 0.
-
-    Returns:
-      Probabilities (C,), which sum to 1 (all 0 if every entry is masked).
-
-    Raises:
-      ValueError: if shapes do not fit, or order is neither 1 nor 2.
-
-    Source: Transformer derivation, Prop. 3 (order 1); Brownian motion in the Transformer, Eq. 7 (the
-    term that order 1 drops).
-    """
-    mean, cov, keep = checked_row("softmax_mean", mean, cov, mask)
-    if order not in (1, 2):
-        raise ValueError(f"A softmax mean has order 1 or 2. Got {order!r}.")
-    return masked_softmax(mean, keep) if order == 1 else _mean(mean, cov, keep)
-
-
-def softmax_moments(
-    mean: Array, cov: Array, *, order: int = 2, mask: Array | None = None
-) -> tuple[Array, Array]:
-    """Mean and covariance of softmax(s) for one row of scores s ~ N(mean, cov).
-
-    order=1 gives w = softmax(mean) and J cov J with J = diag(w) - w w^T. order=2 gives the mean q of
-    `softmax_mean` and the first two Hermite terms of the covariance: X cov X with the expected Jacobian
-    X = diag(q) - q q^T - X cov X (`expected_softmax_jacobian`), and half the product of the expected
-    Hessians, shrunk.
-
-    Relative error of the covariance (mean over cases of Frobenius norms) against 200,000 samples, 16
-    scores: 0.004, 0.03, 0.09, 0.13 and 0.22 at score sd 0.3, 1, 2, 3 and 5; the first term alone 0.02,
-    0.11, 0.22, 0.33 and 0.40; order=1 0.05, 0.5, 2 and 4 up to sd 3. The sd of single entries is 0.78
-    to 1.06 of the sampled one at score sd 1, 0.40 to 1.15 at 2 and 0.36 to 1.24 at 3. Beyond, at sd 10,
-    the total variance is up to 1.3 times the sampled one.
-
-    Arguments and errors are those of `softmax_mean`.
-
-    Returns:
-      Mean (C,) and covariance (C, C), positive semidefinite, with rows that sum to 0; 0 where masked.
-
-    Source: Transformer derivation, Prop. 3.
-    """
-    mean, cov, keep = checked_row("softmax_moments", mean, cov, mask)
-    if order == 1:
-        q = masked_softmax(mean, keep)
-        out = sandwich(softmax_jacobian(q), cov)
-        return q, 0.5 * (out + out.T)
-    terms = softmax_expansion(mean, cov, mask)
-    first = sandwich(terms.jacobian, cov)
-    return terms.mean, 0.5 * (first + first.T) + terms.rest
-
-
 class SoftmaxExpansion(NamedTuple):
     """The first Hermite terms of the softmax of one row of Gaussian scores."""
 
-    mean: Array  # E[softmax], (C,)
+    mean: Array  # q = E[softmax], (C,)
     jacobian: Array  # X, its expected Jacobian, (C, C): Cov[softmax] = X cov X + rest
     rest: Array  # the second term, positive semidefinite, (C, C)
 
 
 def softmax_expansion(mean: Array, cov: Array, mask: Array | None = None) -> SoftmaxExpansion:
-    """The terms of `softmax_moments` of order 2, for carrying other rows' covariances too.
+    """Mean and covariance of softmax(s) for one row of scores s ~ N(mean, cov), term by term.
 
-    Arguments and errors are those of `softmax_moments`.
+    The mean is `expected_softmax` with two iterations, whose errors are stated there; to first order in
+    cov it is the second-order Taylor mean (Ito's correction). The covariance has its first two Hermite
+    terms: X cov X with X = diag(q) - q q^T - X cov X (`expected_softmax_jacobian`), and the rest, half
+    the product of the expected Hessians, shrunk.
+
+    Relative error of the covariance (mean over cases of Frobenius norms) against 200,000 samples, 16
+    scores: 0.004, 0.03, 0.09, 0.13 and 0.22 at score sd 0.3, 1, 2, 3 and 5; the first term alone 0.02,
+    0.11, 0.22, 0.33 and 0.40; with the Jacobian at the mean 0.05, 0.5, 2 and 4 up to sd 3. The sd of
+    single entries is 0.78 to 1.06 of the sampled one at score sd 1, and 0.36 to 1.24 at 3.
+
+    Args:
+      mean: E[s], (C,). Entries of -inf count as masked.
+      cov: Cov[s], (C, C), symmetric positive semidefinite, or (C,) for independent scores.
+      mask: boolean (C,), False for excluded entries, whose probability is exactly 0.
+
+    Returns:
+      q, which sums to 1 (0 if every entry is masked), X and the rest, whose rows sum to 0.
+
+    Raises:
+      ValueError: if shapes do not fit.
+
+    Source: Transformer derivation, Prop. 3; Brownian motion in the Transformer, Eq. 7 (Ito's term).
     """
     mean, cov, keep = checked_row("softmax_expansion", mean, cov, mask)
     q = _mean(mean, cov, keep)
@@ -117,10 +75,9 @@ def logsumexp_mean(mean: Array, cov: Array, *, mask: Array | None = None) -> Arr
     E[logsumexp(s)] <= logsumexp(mean + diag(cov) / 2 - cov a) + a^T cov a / 2 for every distribution a.
     The best a solves a = softmax(mean + diag(cov) / 2 - cov a); this takes one damped step towards it
     from E[softmax]. (A lower bound is logsumexp(mean), by Jensen.) The bound exceeds the samples by
-    0.0004, 0.04 and 0.5 at score sd 0.3, 1 and 2 (16 scores). The best a would reduce that by less than
-    a fiftieth, and by up to a tenth for rank-one noise of sd 2 or more.
+    0.0004, 0.04 and 0.5 at score sd 0.3, 1 and 2 (16 scores).
 
-    Arguments and errors are those of `softmax_mean`.
+    Arguments and errors are those of `softmax_expansion`.
 
     Returns:
       The bound, a scalar (-inf if every entry is masked).
@@ -188,15 +145,14 @@ def softmax_jacobian(probabilities: Array) -> Array:
 def expected_softmax_jacobian(probabilities: Array, cov: Array) -> Array:
     """E[diag(w) - w w^T] for a softmax w of mean q, taking Cov[w] = X cov X with X this expectation.
 
-    E[w w^T] = q q^T + Cov[w], so X solves the Riccati equation X + X cov X = J, J = diag(q) - q q^T. In
-    the commuting case X = 2 J / (1 + sqrt(1 + 4 J cov)): it equals J without noise and shrinks as the
-    scores saturate the softmax. The positive semidefinite solution is approached from below by
-    heavy-ball steps tuned to a bound on the largest eigenvalue of J cov, two (C, C) products each. They
-    stop at an error of 2e-5 (float32) or 4e-11 (float64), or after 24 steps, which leave a residual
+    E[w w^T] = q q^T + Cov[w], so X solves the Riccati equation X + X cov X = J, J = diag(q) - q q^T. It
+    equals J without noise and shrinks as the scores saturate the softmax. The semidefinite solution is
+    approached from below by heavy-ball steps tuned to a bound on the largest eigenvalue of J cov, two
+    (C, C) products each, to an error of 2e-5 (float32) or 4e-11 (float64), or for 24 steps: a residual
     below 1e-3 for 16 or 64 scores of sd up to 5. The derivative is that of the exact solution.
 
     Args:
-      probabilities: q = E[w], (C,), as from `softmax_mean`.
+      probabilities: q = E[w], (C,), as from `softmax_expansion`.
       cov: covariance of the scores, (C, C), or (C,) for independent scores.
 
     Returns:

@@ -4,7 +4,7 @@ In the letters of the formula in `expected_softmax`: R, a, v, u, h.
 """
 # ruff: noqa: N803, N806
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -74,18 +74,7 @@ def expected_softmax(
       Probabilities (..., C): rows sum to 1, exactly 0 where masked (everywhere, if all entries are
       masked).
     """
-    start = _Start.of(mean, cov, mask)
-    a, step = start.flattened, start.step
-    for iteration in range(num_iterations):
-        a = materialized(a)
-        Ra = cov.matvec(a)
-        v = _contrast_variance(a, start.diag_R, Ra)
-        shrink = materialized(_shrinkage(a, v, Ra, cov, mask))
-        raised = mean + 0.5 * shrink * v
-        if iteration == 0:
-            step = start.shorter_step(raised)
-        a = (1 - step) * a + step * masked_softmax(raised, mask)
-    return start.last_step(a, step, shrink)
+    return _approached(mean, cov, mask, num_iterations)
 
 
 def quick_expected_softmax(mean: Array, cov: RowCovariance, mask: Array | None = None) -> Array:
@@ -98,50 +87,44 @@ def quick_expected_softmax(mean: Array, cov: RowCovariance, mask: Array | None =
     diagonal and half of rank 6): 0.002, 0.02, 0.12, 0.24, 0.46 and 0.57 at score sd 0.5, 1, 2, 3, 5 and
     10; `expected_softmax` 0.001, 0.008, 0.09, 0.23, 0.43 and 0.56.
     """
-    start = _Start.of(mean, cov, mask)
-    a, v = start.a, start.v
-    unit = _unit(v, mask)
-    av = a * (v / unit)
-    shrink = 1 / (1 + _gain(a, v) * unit * safe_divide(_total(av**2), _total(av)))
-    raised = mean + 0.5 * shrink * v
-    step = start.shorter_step(raised)
-    a = (1 - step) * start.flattened + step * masked_softmax(raised, mask)
-    return start.last_step(a, step, shrink)
+    return _approached(mean, cov, mask, 0)
 
 
-class _Start(NamedTuple):
-    """The rows, and what follows from the softmax of their means."""
+def _approached(mean: Array, cov: Any, mask: Array | None, num_iterations: int) -> Array:
+    """The fixed point of `expected_softmax`; with no iterations, that of `quick_expected_softmax`."""
+    diag_R, a = cov.variance(), masked_softmax(mean, mask)
+    v = _contrast_variance(a, diag_R, cov.matvec(a))
+    spread, log_total = _total(a * v), _highest(mean, mask) - jnp.log(_nonzero(_max(a)))
+    step = 1 / jnp.sqrt(1 + spread / 2)  # smaller with more noise
+    flattened = masked_softmax(mean / jnp.sqrt(1 + jnp.pi / 8 * spread), mask)  # MacKay's
 
-    mean: Array
-    cov: RowCovariance  # R
-    mask: Array | None
-    diag_R: Array  # noqa: N815
-    a: Array  # softmax of the mean
-    v: Array
-    flattened: Array  # softmax of MacKay's flattened scores
-    step: Array  # step size, smaller with more noise, (..., 1)
-    log_total: Array  # logsumexp of the mean, (..., 1)
+    def towards(raised: Array, a: Array, step: Array) -> Array:
+        return (1 - step) * a + step * masked_softmax(raised, mask)
 
-    @classmethod
-    def of(cls, mean: Array, cov: RowCovariance, mask: Array | None) -> "_Start":
-        diag_R, a = cov.variance(), masked_softmax(mean, mask)
-        v = _contrast_variance(a, diag_R, cov.matvec(a))
-        spread = _total(a * v)
-        log_total = _highest(mean, mask) - jnp.log(_nonzero(_max(a)))
-        flattened = masked_softmax(mean / jnp.sqrt(1 + jnp.pi / 8 * spread), mask)
-        return cls(
-            mean, cov, mask, diag_R, a, v, flattened, 1 / jnp.sqrt(1 + spread / 2), log_total
-        )
+    def shorter(raised: Array) -> Array:
+        """The step where noise would lift a weight above one, outside the quadratic's range."""
+        return step / (1 + nonnegative(_highest(raised, mask) - log_total))
 
-    def shorter_step(self, raised: Array) -> Array:
-        """Shorten the step where noise would lift a weight above one, outside the quadratic's range."""
-        return self.step / (1 + nonnegative(_highest(raised, self.mask) - self.log_total))
-
-    def last_step(self, a: Array, step: Array, shrink: Array) -> Array:
-        """A step with the new weights' v and the previous shrinkage, for one product with R."""
+    if num_iterations == 0:
+        unit = _unit(v, mask)
+        av = a * (v / unit)
+        shrink = 1 / (1 + _gain(a, v) * unit * safe_divide(_total(av**2), _total(av)))
+        raised = mean + 0.5 * shrink * v
+        step = shorter(raised)
+        a = towards(raised, flattened, step)
+    else:
+        a = flattened
+    for iteration in range(num_iterations):
         a = materialized(a)
-        v = _contrast_variance(a, self.diag_R, self.cov.matvec(a))
-        return (1 - step) * a + step * masked_softmax(self.mean + 0.5 * shrink * v, self.mask)
+        Ra = cov.matvec(a)
+        v = _contrast_variance(a, diag_R, Ra)
+        shrink = materialized(_shrinkage(a, v, Ra, cov, mask))
+        raised = mean + 0.5 * shrink * v
+        step = shorter(raised) if iteration == 0 else step
+        a = towards(raised, a, step)
+    a = materialized(a)  # a last step has the new weights' v and the last shrinkage
+    v = _contrast_variance(a, diag_R, cov.matvec(a))
+    return towards(mean + 0.5 * shrink * v, a, step)
 
 
 @jax.custom_jvp
@@ -219,12 +202,8 @@ def _shrinkage(a: Array, v: Array, Ra: Array, cov: ScoreCovariance, mask: Array 
     # In units of the largest: sum_j a_j (R_ij - (R a)_j)^2 minus (sum_j a_j (R_ij - (R a)_j))^2.
     unit = _unit(v, mask)
     Ra = Ra / unit
-    u = (
-        cov.square_matvec(a, unit)
-        - 2 * cov.matvec(a * Ra) / unit
-        + _total(a * Ra**2)
-        - (Ra - _total(a * Ra)) ** 2
-    )
+    u = cov.square_matvec(a, unit) - 2 * cov.matvec(a * Ra) / unit + _total(a * Ra**2)
+    u = u - (Ra - _total(a * Ra)) ** 2
     # In units again, so that derivatives contain no squared variance.
     return 1 / (1 + _gain(a, v) * unit * safe_divide(nonnegative(u), v / unit))
 

@@ -1,12 +1,11 @@
 """Moment transforms of layers: (mean, cov, params) -> (mean, cov) for one (T, D) sequence."""
 
 from moment_jax.covariance import Diagonal, Full, Separable
-from moment_jax.layers import diagonal, full, separable
+from moment_jax.layers import diagonal, full, separable, separable_attention
 from moment_jax.layers.attention import attention, cross_attention
 from moment_jax.layers.blocks import decoder_block, encoder_block
-from moment_jax.layers.dense import dense, matmul
+from moment_jax.layers.dense import activation, dense, feed_forward, gelu, matmul, relu
 from moment_jax.layers.ends import embedding, mean_pool, sinusoidal_positions, softmax
-from moment_jax.layers.feed_forward import activation, feed_forward, gelu, relu
 from moment_jax.layers.norm import layer_norm, rms_norm
 from moment_jax.layers.params import (
     AttentionParams,
@@ -21,5 +20,5 @@ from moment_jax.layers.rules import RULES, Rules
 RULES |= {
     Diagonal: Rules(diagonal.norm, diagonal.attention),
     Full: Rules(full.norm, full.attention),
-    Separable: Rules(separable.norm, separable.attention, separable.feed_forward),
+    Separable: Rules(separable.norm, separable_attention.attention, separable.feed_forward),
 }

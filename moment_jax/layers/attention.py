@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance import Covariance
-from moment_jax.layers import checks
+from moment_jax.layers import params as checks
 from moment_jax.layers.params import AttentionParams, S
 from moment_jax.layers.rules import Attending, Carry, rules_of
 from moment_jax.xla import materialized_inputs
@@ -12,14 +12,9 @@ from moment_jax.xla import materialized_inputs
 
 @materialized_inputs
 def attention(
-    mean: Array,
-    cov: S,
-    params: AttentionParams,
-    *,
-    num_heads: int,
-    mask: Array | None = None,
+    mean: Array, cov: S, params: AttentionParams, *, num_heads: int, mask: Array | None = None,
     order: int = 2,
-) -> tuple[Array, S]:
+) -> tuple[Array, S]:  # fmt: skip
     """Moments of multi-head self-attention, softmax(q k^T / sqrt(K)) v and the output projection.
 
     Scores are correlated across queries as well as keys, because all tokens share the weight noise. Each
@@ -30,21 +25,15 @@ def attention(
 
     Assumes that x and the four weight matrices are independent of each other.
 
-    Args:
-      mean: E[x], (T, D).
-      cov: covariance of x, a structure of shape (T, D).
+    Args (mean, cov, results and errors are those of `dense`):
       params: beliefs about the kernels (D, H K) of query, key and value and (H K, D) of the output.
-      num_heads: H.
+      num_heads: H, a divisor of their width.
       mask: (T, T), (1, T) for all queries, or (H, T, T) boolean, True where a query (row) may look at a
         key (column). Masked keys get a weight of exactly zero, a query with no key left a zero output.
       order: 1 (Taylor at the mean, as derived) or 2.
 
-    Returns:
-      Mean (T, D) and covariance of the output, in the structure of `cov`. With a mask, the feature Gram
-      matrix of `Separable` is from here on that of the tokens which no query is denied.
-
-    Raises:
-      ValueError: if shapes do not fit or the heads do not divide the width.
+    With a mask, the feature Gram matrix of `Separable` is from here on that of the tokens which no query
+    is denied.
 
     Source: Transformer derivation, sections 4.2 to 4.4.
     """
@@ -53,16 +42,9 @@ def attention(
 
 @materialized_inputs
 def cross_attention(
-    mean: Array,
-    cov: S,
-    memory_mean: Array,
-    memory_cov: S,
-    params: AttentionParams,
-    *,
-    num_heads: int,
-    mask: Array | None = None,
-    order: int = 2,
-) -> tuple[Array, S]:
+    mean: Array, cov: S, memory_mean: Array, memory_cov: S, params: AttentionParams, *,
+    num_heads: int, mask: Array | None = None, order: int = 2,
+) -> tuple[Array, S]:  # fmt: skip
     """Moments of multi-head attention of a random sequence x to a random memory.
 
     Queries come from x, keys and values from the memory. What keys and values share through the memory
@@ -71,23 +53,12 @@ def cross_attention(
     Assumes that x, the memory and the four weight matrices are mutually independent. In a decoder this
     holds for the first block only; in later ones x depends on the memory.
 
-    Args:
-      mean: E[x], (T, D).
-      cov: covariance of x, a structure of shape (T, D).
+    Args (the others, the results and the errors are those of `attention`):
       memory_mean: mean of the memory, (S, E).
-      memory_cov: its covariance, of shape (S, E), in the structure of `cov`.
+      memory_cov: its covariance, of shape (S, E), in the structure of `cov`; TypeError in another.
       params: beliefs about the kernels (D, H K) of query, (E, H K) of key and value, (H K, D) of the
         output.
-      num_heads: H.
-      mask: (T, S), (1, S) or (H, T, S) boolean, True where a query may look, as for `attention`.
-      order: 1 or 2, as for `attention`.
-
-    Returns:
-      Mean (T, D) and covariance of the output, in the structure of `cov`.
-
-    Raises:
-      ValueError: if shapes do not fit or the heads do not divide the width.
-      TypeError: if the two covariances have different structures.
+      mask: (T, S), (1, S) or (H, T, S) boolean, True where a query may look.
 
     Source: Transformer derivation, sections 1.1 and 4.2 to 4.4.
     """
@@ -96,16 +67,10 @@ def cross_attention(
 
 
 def attention_with_carry(
-    mean: Array,
-    cov: S,
-    params: AttentionParams,
-    num_heads: int,
-    mask: Array | None,
-    order: int,
-    *,
+    mean: Array, cov: S, params: AttentionParams, num_heads: int, mask: Array | None, order: int, *,
     memory: tuple[Array, Covariance] | None = None,
     turns: tuple[Array | None, Array | None] = (None, None),
-) -> tuple[Array, S, Carry]:
+) -> tuple[Array, S, Carry]:  # fmt: skip
     """`attention`, or `cross_attention` with a memory, and how it carries covariances: see `rules`.
 
     `turns` multiplies each token's queries and keys by a matrix (T, K, K): rotary positions.
@@ -134,15 +99,11 @@ def attention_with_carry(
         )
     checks.check_kernel(name, widths[2], params.output.kernel)
     queries, keys = len(mean), len(source)
-    allowed = (queries, keys), (1, keys), (num_heads, queries, keys)
-    if mask is not None and not checks.is_boolean(mask, *allowed):
-        raise ValueError(
-            f"`{name}` needs a boolean mask of shape (queries, keys) == {allowed[0]}, {allowed[1]} for "
-            f"all queries, or (heads, queries, keys) == {allowed[2]}, True where a query may look. Got "
-            f"{checks.described(mask)}. Use jnp.asarray(mask, bool) in one of these shapes."
-        )
+    what = "(queries, keys), (1, keys) or (heads, queries, keys), True where a query may look"
+    whole = num_heads, queries, keys
+    checks.check_mask(name, what, mask, whole[1:], (1, keys), whole)
     if mask is not None:
         source_cov.check_mask(name, mask)
-        mask = jnp.broadcast_to(mask, (num_heads, len(mean), len(source)))
+        mask = jnp.broadcast_to(mask, whole)
     attending = Attending(num_heads, mask, order, turns)
     return rules_of(type(cov)).attention(mean, cov, memory, params, attending)

@@ -7,10 +7,15 @@ from typing import Any, NamedTuple
 from jax import Array
 
 from moment_jax.layers.attention import attention_with_carry
-from moment_jax.layers.checks import check_moments
-from moment_jax.layers.feed_forward import Activation, feed_forward_with_carry
+from moment_jax.layers.dense import Activation, feed_forward_with_carry
 from moment_jax.layers.norm import layer_norm, norm_with_carry
-from moment_jax.layers.params import DecoderBlockParams, EncoderBlockParams, NormParams, S
+from moment_jax.layers.params import (
+    DecoderBlockParams,
+    EncoderBlockParams,
+    NormParams,
+    S,
+    check_moments,
+)
 from moment_jax.layers.rules import Carry
 from moment_jax.xla import materialized_inputs
 
@@ -28,17 +33,10 @@ class Normalization(NamedTuple):
 
 @materialized_inputs
 def encoder_block(
-    mean: Array,
-    cov: S,
-    params: EncoderBlockParams,
-    *,
-    num_heads: int,
-    norm_first: bool = False,
-    activation: Activation = "relu",
-    mask: Array | None = None,
-    epsilon: float = 1e-6,
+    mean: Array, cov: S, params: EncoderBlockParams, *, num_heads: int, norm_first: bool = False,
+    activation: Activation = "relu", mask: Array | None = None, epsilon: float = 1e-6,
     order: int = 2,
-) -> tuple[Array, S]:
+) -> tuple[Array, S]:  # fmt: skip
     """Moments of one Transformer encoder block.
 
     With `norm_first=False`, as derived, z = norm1(x + attention(x)), y = norm2(z + feed_forward(z)).
@@ -47,22 +45,11 @@ def encoder_block(
 
     Assumes that x and the parameters of all sublayers are mutually independent.
 
-    Args:
-      mean: E[x], (T, D).
-      cov: covariance of x, a structure of shape (T, D).
+    Args (mean, cov, `num_heads`, `mask`, `order`, results and errors are those of `attention`):
       params: beliefs about the parameters.
-      num_heads: number of attention heads.
       norm_first: False for post-norm, True for pre-norm.
       activation: "relu", "gelu", or a JAX function of a scalar, such as `jnp.tanh`.
-      mask: (T, T), (1, T) for all queries, or (H, T, T) boolean, True where a query may look at a key.
       epsilon: added to the variance in the normalisations.
-      order: 1 (Taylor at the mean, as derived) or 2.
-
-    Returns:
-      Mean (T, D) and covariance of the output, in the structure of `cov`.
-
-    Raises:
-      ValueError: if shapes do not fit or the heads do not divide the width.
 
     Source: Transformer derivation, section 4.
     """
@@ -79,20 +66,11 @@ def encoder_block(
 
 @materialized_inputs
 def decoder_block(
-    mean: Array,
-    cov: S,
-    memory_mean: Array,
-    memory_cov: S,
-    params: DecoderBlockParams,
-    *,
-    num_heads: int,
-    norm_first: bool = False,
-    activation: Activation = "relu",
-    mask: Array | None = None,
-    memory_mask: Array | None = None,
-    epsilon: float = 1e-6,
+    mean: Array, cov: S, memory_mean: Array, memory_cov: S, params: DecoderBlockParams, *,
+    num_heads: int, norm_first: bool = False, activation: Activation = "relu",
+    mask: Array | None = None, memory_mask: Array | None = None, epsilon: float = 1e-6,
     order: int = 2,
-) -> tuple[Array, S]:
+) -> tuple[Array, S]:  # fmt: skip
     """Moments of one Transformer decoder block: self-attention, cross-attention, feed-forward.
 
     Each sublayer has its residual and its normalisation, as in `encoder_block`. For a causal decoder
@@ -101,14 +79,11 @@ def decoder_block(
     Assumes that x, the memory and the parameters of all sublayers are mutually independent. From the
     second block on x depends on the memory; that dependence is ignored.
 
-    Args (the others, the results and the errors are those of `encoder_block`):
+    Args (the others, the results and the errors are those of `encoder_block` and `cross_attention`):
       memory_mean: mean of the encoder's output, (S, E).
       memory_cov: its covariance, of shape (S, E), in the structure of `cov`.
-      mask: for self-attention, as there.
+      mask: for self-attention.
       memory_mask: for cross-attention, (T, S), (1, S) or (H, T, S).
-
-    Raises:
-      TypeError: if the two covariances have different structures.
 
     Source: Transformer derivation, section 1.1.
     """

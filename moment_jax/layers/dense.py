@@ -1,16 +1,23 @@
-"""Dense layers and products of independent random matrices (Prop. 1 and 2)."""
+"""Dense layers, products of random matrices (Prop. 1 and 2), activations, the feed-forward layer."""
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
+from moment_jax import expectations
 from moment_jax.covariance import Covariance
-from moment_jax.layers.checks import check_kernel, check_moments, check_vector
-from moment_jax.layers.params import DenseParams, S
+from moment_jax.expectations.activations import Formula
+from moment_jax.layers import params as checks
+from moment_jax.layers.params import DenseParams, FeedForwardParams, S, with_bias
+from moment_jax.layers.rules import Carry, rules_of
 from moment_jax.posterior import Point
 from moment_jax.xla import materialized_inputs
+
+Activation = str | Callable[[Array], Array]
+"""A name or a function of a scalar, see `expectations.of`."""
 
 
 @materialized_inputs
@@ -42,16 +49,14 @@ def dense(mean: Array, cov: S, params: DenseParams) -> tuple[Array, S]:
     >>> print(mean, cov.variance())
     [[1. 1.]] [[1. 1.]]
     """
-    check_moments("dense", mean, cov)
+    checks.check_moments("dense", mean, cov)
     kernel, bias = params.kernel, params.bias
-    check_kernel("dense", mean.shape[1], kernel)
+    checks.check_kernel("dense", mean.shape[1], kernel)
+    checks.check_vector("dense", "bias", kernel.shape[1], bias)
     out_cov = cov.map_features(kernel.mean)
-    parts = [] if isinstance(kernel, Point) else [cov.weight_noise(mean, kernel)]
-    if bias is not None:
-        check_vector("dense", "bias", kernel.shape[1], bias)
-        if not isinstance(bias, Point):
-            parts.append(out_cov.bias_noise(bias.vector_cov()))
-    return params.mean_output(mean), out_cov.add(*parts) if parts else out_cov
+    if not isinstance(kernel, Point):
+        out_cov = out_cov.add(cov.weight_noise(mean, kernel))
+    return params.mean_output(mean), with_bias(out_cov, bias)
 
 
 @materialized_inputs
@@ -70,15 +75,12 @@ def matmul(mean_a: Array, cov_a: S, mean_b: Array, cov_b: Covariance) -> tuple[A
       cov_b: covariance of b, a structure of shape (P, Q); it may differ from `cov_a`'s.
 
     Returns:
-      Mean (T, Q) and covariance of the product, in the structure of `cov_a`.
-
-    Raises:
-      ValueError: if shapes do not fit.
+      Mean (T, Q) and covariance of the product, in the structure of `cov_a`. Errors as of `dense`.
 
     Source: Transformer derivation, Prop. 1 and 2, with tr(A^T B) instead of tr(A B).
     """
-    check_moments("matmul", mean_a, cov_a)
-    check_moments("matmul", mean_b, cov_b)
+    checks.check_moments("matmul", mean_a, cov_a)
+    checks.check_moments("matmul", mean_b, cov_b)
     if mean_a.shape[1] != mean_b.shape[0]:
         raise ValueError(
             "`matmul(mean_a, cov_a, mean_b, cov_b)` needs as many columns in a as rows in b. Got "
@@ -103,3 +105,82 @@ class _RandomMatrix:
 
     def input_metric(self) -> Array:
         return self.cov.token_gram()
+
+
+@materialized_inputs
+def relu(mean: Array, cov: S) -> tuple[Array, S]:
+    """Moments of max(x, 0): exact means and variances in closed form.
+
+    Covariances keep the first two terms of the Hermite expansion, by Price's theorem E[relu'] E[relu']
+    Cov + ..., instead of the derivation's first-order Taylor at the mean.
+
+    Assumes that x is Gaussian. Arguments, results and errors are those of `dense`.
+
+    Source: Transformer derivation, section 4.6; rectified-Gaussian moments.
+    """
+    return _elementwise("relu", mean, cov, "relu")
+
+
+@materialized_inputs
+def gelu(mean: Array, cov: S) -> tuple[Array, S]:
+    """Moments of x Phi(x), the exact GELU; arguments, results and assumptions as in `relu`."""
+    return _elementwise("gelu", mean, cov, "gelu")
+
+
+@materialized_inputs
+def activation(mean: Array, cov: S, fn: Activation) -> tuple[Array, S]:
+    """Moments of `fn(x)` for any smooth scalar function, by Gauss-Hermite quadrature.
+
+    `fn` is a JAX function of a scalar, such as `jnp.tanh` (static, so hashable), or "relu" or "gelu",
+    which are exact; TypeError for others. The rest is as in `relu`.
+    """
+    return _elementwise("activation", mean, cov, fn)
+
+
+def _elementwise(name: str, mean: Array, cov: S, fn: Activation) -> tuple[Array, S]:
+    checks.check_moments(name, mean, cov)
+    found = expectations.of(fn)(mean, cov.variance())
+    return found.mean, cov.elementwise(found)
+
+
+@materialized_inputs
+def feed_forward(
+    mean: Array, cov: S, params: FeedForwardParams, *, activation: Activation
+) -> tuple[Array, S]:
+    """Moments of `activation(x @ hidden) @ output`, each dense layer with its bias.
+
+    Assumes that x and the four parameters are mutually independent.
+
+    Args (mean, cov, results and errors are those of `dense`):
+      params: beliefs about the two dense layers, (D, F) and (F, D).
+      activation: "relu", "gelu", or a JAX function of a scalar, such as `jnp.tanh`; or TypeError.
+
+    Source: Transformer derivation, section 4.6.
+    """
+    return feed_forward_with_carry(mean, cov, params, activation)[:2]
+
+
+def feed_forward_with_carry(
+    mean: Array, cov: S, params: FeedForwardParams, activation: Activation
+) -> tuple[Array, S, Carry]:
+    """`feed_forward`, and how it carries covariances with its input: see `rules`."""
+    checks.check_moments("feed_forward", mean, cov)
+    checks.check_kernel("feed_forward", mean.shape[1], params.hidden.kernel)
+    checks.check_kernel("feed_forward", params.hidden.kernel.shape[1], params.output.kernel)
+    rule = rules_of(type(cov)).feed_forward or _layer_by_layer
+    return rule(mean, cov, params, expectations.of(activation))
+
+
+def _layer_by_layer(
+    mean: Array, cov: S, params: FeedForwardParams, activation: Formula
+) -> tuple[Array, S, Carry]:
+    """The rule of structures without one of their own: `dense`, the activation, `dense`."""
+    hidden, hidden_cov = dense(mean, cov, params.hidden)
+    moments = activation(hidden, hidden_cov.variance())
+    out, out_cov = dense(moments.mean, hidden_cov.elementwise(moments), params.output)
+
+    def carry(cross: Any) -> Any:
+        cross = cross.map_features(params.hidden.kernel.mean).rescale(moments.gain)
+        return cross.map_features(params.output.kernel.mean)
+
+    return out, out_cov, carry

@@ -1,5 +1,6 @@
 """Layers of `Diagonal`: entries are independent, also those of queries, keys and values."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +11,8 @@ from moment_jax.covariance import Diagonal
 from moment_jax.covariance.numerics import nonnegative, safe_divide
 from moment_jax.expectations import masked_softmax
 from moment_jax.expectations.softmax_mean import quick_expected_softmax
+from moment_jax.layers import rules
 from moment_jax.layers.dense import dense
-from moment_jax.layers.heads import each_head, kept_jacobian, merge_heads, rotate, split_heads
 from moment_jax.layers.params import AttentionParams, DenseParams
 from moment_jax.layers.rules import Attending, Carry
 from moment_jax.xla import diagonal_matrix, diagonal_of, materialized
@@ -70,35 +71,30 @@ class _Rows(NamedTuple):
 
 
 def attention(
-    mean: Array,
-    cov: Diagonal,
-    memory: tuple[Array, Diagonal] | None,
-    params: AttentionParams,
+    mean: Array, cov: Diagonal, memory: tuple[Array, Diagonal] | None, params: AttentionParams,
     attending: Attending,
-) -> tuple[Array, Diagonal, Carry]:
+) -> tuple[Array, Diagonal, Carry]:  # fmt: skip
     """The rule of `attention` and `cross_attention`: see there."""
     h, mask, order, turns = attending
     source, source_cov = (mean, cov) if memory is None else memory
 
     def part(x: Array, cov: Diagonal, p: DenseParams, turn: Array | None) -> tuple[Array, Array]:
         y, y_cov = dense(x, cov, p)
-        mean, variance = (split_heads(part, h) for part in (y, y_cov.variances))
-        return rotate(mean, turn), rotate(variance, None if turn is None else turn**2)
+        mean, variance = (rules.split_heads(part, h) for part in (y, y_cov.variances))
+        return rules.rotate(mean, turn), rules.rotate(variance, None if turn is None else turn**2)
 
     noise = None  # sum_d Cov[q_ad, k_ad] of a token with itself, (H, T)
-    kernels = [split_heads(p.kernel.mean, h) for p in (params.query, params.key)]
+    kernels = [rules.split_heads(p.kernel.mean, h) for p in (params.query, params.key)]
     if memory is None and order == 2:
         noise = jnp.sum(kernels[0] * kernels[1], axis=2) @ cov.variances.T
-    heads = (
-        *part(mean, cov, params.query, turns[0]),
-        *part(source, source_cov, params.key, turns[1]),
-        *part(source, source_cov, params.value, None),
-        noise,
-        mask,
-    )
+    q = part(mean, cov, params.query, turns[0])
+    k = part(source, source_cov, params.key, turns[1])
+    heads = *q, *k, *part(source, source_cov, params.value, None), noise, mask
     num_scores = h * len(mean) * len(source)
-    out, variance, own = each_head(lambda head: _head(head, order), heads, num_scores)
-    out, out_cov = dense(merge_heads(out), Diagonal.unchecked(merge_heads(variance)), params.output)
+    out, variance, own = rules.each_head(partial(_head, order=order), heads, num_scores)
+    out, out_cov = dense(
+        rules.merge_heads(out), Diagonal.unchecked(rules.merge_heads(variance)), params.output
+    )
 
     def carry(cross: Any, with_memory: Any = None) -> Any:
         """Through the values, from a token to itself; not from a memory's tokens to others."""
@@ -107,10 +103,8 @@ def attention(
             return None
         value, output = params.value.kernel.mean, params.output.kernel.mean
         if cross.kernels or len(value) != output.shape[1]:
-            cross = cross.map_features(value).rescale(
-                jnp.repeat(own, value.shape[1] // h, axis=0).T
-            )
-            return cross.map_features(output)
+            gain = jnp.repeat(own, value.shape[1] // h, axis=0).T
+            return cross.map_features(value).rescale(gain).map_features(output)
         paths = jnp.sum((value * output.T).reshape(len(value), h, -1), axis=2)  # (D, H)
         return cross.rescale(own.T @ paths.T)
 
@@ -142,7 +136,7 @@ def _head(head: Any, order: int) -> tuple[Array, Array, Array]:
         total = jnp.sum(by_scores, axis=1, keepdims=True)
         whole = weights @ jnp.sum(second, axis=1, keepdims=True)
         averaged = jnp.sum(mean**2 + by_values, axis=1, keepdims=True)
-        gain, left = kept_jacobian(total, whole, averaged)
+        gain, left = rules.kept_jacobian(total, whole, averaged)
         by_scores = by_scores * safe_divide(jnp.minimum(gain**2 * total, left), total)
     own_weights = diagonal_of(weights) if len(weights) == weights.shape[1] else mean[:, 0]
     return mean, by_values + by_scores, own_weights

@@ -6,11 +6,11 @@ from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.covariance.fields import known_values
-from moment_jax.expectations import masked_softmax, softmax_expansion
-from moment_jax.layers.checks import check_moments, check_order, check_row_mask
+from moment_jax.expectations import masked_softmax, softmax_expansion, softmax_jacobian
+from moment_jax.layers import params as checks
 from moment_jax.layers.params import S
 from moment_jax.posterior import Point, Posterior
-from moment_jax.xla import diagonal_matrix, diagonal_of, materialized, materialized_inputs
+from moment_jax.xla import diagonal_of, materialized, materialized_inputs
 
 
 @materialized_inputs
@@ -54,8 +54,8 @@ def embedding(
         )
     if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(
-            f"`embedding` needs token ids of shape (T,), integers. Got {tuple(ids.shape)} of "
-            f"{ids.dtype}. For a batch, use jax.vmap, or nnx.Embed in mj.Bayesian."
+            "`embedding` needs token ids of shape (T,), integers. Got "
+            f"{checks.described(ids)}. For a batch, use jax.vmap, or nnx.Embed in mj.Bayesian."
         )
     if ids.shape[0] == 0:
         raise ValueError("`embedding` needs at least one token. Got none. Drop empty sequences.")
@@ -78,12 +78,9 @@ def embedding(
 
 
 def sinusoidal_positions(
-    num_tokens: int,
-    num_features: int,
-    *,
-    longest: float = 10_000.0,
+    num_tokens: int, num_features: int, *, longest: float = 10_000.0,
     dtype: jnp.dtype | type = float,
-) -> Array:
+) -> Array:  # fmt: skip
     """Fixed positions: sines and cosines of geometrically spaced wavelengths, (T, D).
 
     Feature 2 k of token t is sin(t / longest^(2 k / D)), feature 2 k + 1 its cosine.
@@ -132,23 +129,17 @@ def mean_pool(mean: Array, cov: S, mask: Array | None = None) -> tuple[Array, S]
 
     Exact, given what the structure holds of the tokens' covariance.
 
-    Args:
-      mean: E[x], (T, D).
-      cov: covariance of x, a structure of shape (T, D).
+    Args (mean, cov and errors are those of `dense`):
       mask: (T,) boolean, True for the tokens to average; None for all.
 
     Returns:
       Mean (1, D) and covariance of shape (1, D): a sequence of one token.
-
-    Raises:
-      ValueError: if shapes do not fit.
     """
-    check_moments("mean_pool", mean, cov)
-    num_tokens = mean.shape[0]
+    checks.check_moments("mean_pool", mean, cov)
+    checks.check_mask("mean_pool", "True for tokens to use", mask, mean.shape[:1])
     if mask is None:
-        weights = jnp.full((1, num_tokens), 1 / num_tokens, mean.dtype)
+        weights = jnp.full((1, len(mean)), 1 / len(mean), mean.dtype)
     else:
-        check_row_mask("mean_pool", mask, (num_tokens,))
         weights = jnp.where(mask, 1, 0).astype(mean.dtype)[None, :]
         weights = weights / jnp.maximum(jnp.sum(weights), 1)
     return weights @ mean, cov.map_tokens(weights)
@@ -160,36 +151,26 @@ def softmax(mean: Array, cov: S, *, order: int = 2, mask: Array | None = None) -
 
     With order 1 the mean is w = softmax(E[x]), and covariances, including those between rows, pass
     through the Jacobians diag(w_t) - w_t w_t^T. With order 2 mean and variances are those of
-    `expectations.softmax_moments`, and covariances pass through the smaller expected Jacobians. The
+    `expectations.softmax_expansion`, and covariances pass through the smaller expected Jacobians. The
     errors are stated there; for 8 independent logits the total variance is 0.99, 1.02, 1.08 and 1.27 of
     the sampled one at a logit sd of 1, 2, 3 and 10. The cost is that of (C, C) matrices per token.
 
     Assumes that x is Gaussian (order 2).
 
-    Args:
-      mean: E[x], (T, C).
-      cov: covariance of x, a structure of shape (T, C).
+    Args (mean, cov, (T, C), results and errors are those of `dense`):
       order: 1 or 2.
       mask: (T, C) boolean, True where a weight may be positive; None for no mask. Masked weights are
-        exactly zero, and so is a fully masked row.
-
-    Returns:
-      Mean (T, C), nonnegative rows that sum to one, and covariance in the structure of `cov`.
-
-    Raises:
-      ValueError: if shapes do not fit, or order is neither 1 nor 2.
+        exactly zero, and so is a fully masked row; the others of a row sum to one in the mean.
 
     Source: Transformer derivation, Prop. 3 and Eq. 10, 11; Brownian motion in the Transformer, Eq. 7
     (the second-order term).
     """
-    check_moments("softmax", mean, cov)
-    check_order("softmax", order)
-    if mask is not None:
-        check_row_mask("softmax", mask, mean.shape)
+    checks.check_moments("softmax", mean, cov)
+    checks.check_order("softmax", order)
+    checks.check_mask("softmax", "True for entries to use", mask, mean.shape)
     if order == 1:
         weights = masked_softmax(mean, mask)
-        jacobian = diagonal_matrix(weights) - weights[:, :, None] * weights[:, None, :]
-        return weights, cov.map_each(jacobian)
+        return weights, cov.map_each(jax.vmap(softmax_jacobian)(weights))
     rows = jax.vmap(softmax_expansion)(mean, cov.token_blocks(), mask)
     passed = cov.map_each(rows.jacobian)
     return rows.mean, passed.add(type(cov).independent(diagonal_of(rows.rest)))

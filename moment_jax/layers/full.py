@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance import Full
-from moment_jax.covariance.cross import Cross
+from moment_jax.covariance.base import Cross
 from moment_jax.covariance.numerics import nonnegative
 from moment_jax.expectations import expected_softmax, masked_softmax
+from moment_jax.layers import rules
 from moment_jax.layers.dense import dense
-from moment_jax.layers.heads import kept_jacobian, merge_heads, rotate, split_heads
 from moment_jax.layers.params import AttentionParams, DenseParams
 from moment_jax.layers.rules import Attending, Carry
 from moment_jax.xla import materialized
@@ -49,12 +49,9 @@ def norm(
 
 
 def attention(
-    mean: Array,
-    cov: Full,
-    memory: tuple[Array, Full] | None,
-    params: AttentionParams,
+    mean: Array, cov: Full, memory: tuple[Array, Full] | None, params: AttentionParams,
     attending: Attending,
-) -> tuple[Array, Full, Carry]:
+) -> tuple[Array, Full, Carry]:  # fmt: skip
     """The rule of `attention` and `cross_attention`: see there."""
     h, mask, order, turns = attending
     own = memory is None
@@ -106,7 +103,7 @@ def attention(
     if order == 2:  # law of total variance: the softmax keeps a part of its Jacobian
         whole = jnp.einsum("hac,hcdhcd->ha", weights, moment)
         averaged = jnp.einsum("hadhad->ha", by_values) + jnp.sum(mixed**2, axis=2)
-        gain, _ = kept_jacobian(jnp.einsum("hadhad->ha", by_scores), whole, averaged)
+        gain, _ = rules.kept_jacobian(jnp.einsum("hadhad->ha", by_scores), whole, averaged)
         gain = gain[:, :, None]
         by_scores = gain[..., None, None, None] * by_scores * gain[None, None, None]
         with_value = gain[..., None, None, None] * with_value
@@ -117,21 +114,21 @@ def attention(
     of_mixed = of_mixed.transpose(1, 0, 2, 4, 3, 5).reshape(t, width, t, width)
     if order == 2:
         mixed = mixed + jnp.einsum("hachcd->had", with_value)
-    out, out_cov = dense(merge_heads(mixed), Full.unchecked(of_mixed), params.output)
+    out, out_cov = dense(rules.merge_heads(mixed), Full.unchecked(of_mixed), params.output)
 
     def linearised(by_query: Array | None, by_source: Array | None) -> Array:
         """The change (T, D) of the output for changes of the input (T, D), and of the memory (S, D)."""
         slope, straight = jnp.zeros_like(scores), jnp.zeros_like(q)
         if by_query is not None:
-            dq = rotate(split_heads(by_query @ params.query.kernel.mean, h), turns[0])
+            dq = rules.rotate(rules.split_heads(by_query @ params.query.kernel.mean, h), turns[0])
             slope = slope + jnp.einsum("had,hcd->hac", dq, k)
         if by_source is not None:
-            dk = rotate(split_heads(by_source @ params.key.kernel.mean, h), turns[1])
+            dk = rules.rotate(rules.split_heads(by_source @ params.key.kernel.mean, h), turns[1])
             slope = slope + jnp.einsum("had,hcd->hac", q, dk)
-            straight = weights @ split_heads(by_source @ params.value.kernel.mean, h)
+            straight = weights @ rules.split_heads(by_source @ params.value.kernel.mean, h)
         slope = slope / root
         slope = weights * (slope - jnp.sum(weights * slope, axis=2, keepdims=True))
-        return merge_heads(straight + gain * (slope @ v)) @ params.output.kernel.mean
+        return rules.merge_heads(straight + gain * (slope @ v)) @ params.output.kernel.mean
 
     def carry(cross: Cross | None, with_memory: Cross | None = None) -> Cross:
         changes = cross, cross if own else with_memory
@@ -175,7 +172,7 @@ def _projected(
     """All heads' queries, keys or values: mean (H, T, K), covariance (H, T, K, H, T, K)."""
     y, y_cov = dense(mean, cov, params)
     split = _rotate(_split_both(y_cov.cov, h), turn)
-    return rotate(split_heads(y, h), turn), _rotate(_transpose(split), turn)
+    return rules.rotate(rules.split_heads(y, h), turn), _rotate(_transpose(split), turn)
 
 
 def _rotate(cov: Array, turn: Array | None) -> Array:

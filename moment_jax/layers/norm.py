@@ -3,8 +3,8 @@
 import jax
 from jax import Array
 
-from moment_jax.layers.checks import check_moments, check_order, check_vector
-from moment_jax.layers.params import NormParams, S
+from moment_jax.layers import params as checks
+from moment_jax.layers.params import NormParams, S, with_bias
 from moment_jax.layers.rules import Carry, rules_of
 from moment_jax.posterior import Point
 from moment_jax.xla import materialized_inputs
@@ -24,18 +24,10 @@ def layer_norm(
     Assumes that x, the gain and the bias are mutually independent, and x Gaussian (order 2).
     `Separable` also assumes that normalising keeps the correlation between tokens.
 
-    Args:
-      mean: E[x], (T, D).
-      cov: covariance of x, a structure of shape (T, D).
+    Args (mean, cov, results and errors are those of `dense`):
       params: beliefs about the gain (D,) and the bias (D,); each may be None.
-      epsilon: added to the variance over the features, as in Flax.
+      epsilon: added to the variance over the features, as in Flax; not negative.
       order: 1 or 2.
-
-    Returns:
-      Mean (T, D) and covariance of the output, in the structure of `cov`.
-
-    Raises:
-      ValueError: if shapes do not fit, or order is neither 1 nor 2.
 
     Source: Transformer derivation, section 4.5 and Prop. 4, with the standard deviation instead of the
     variance, the full Jacobian and the expected sample variance.
@@ -64,25 +56,22 @@ def norm_with_carry(
 ) -> tuple[Array, S, Carry]:
     """`layer_norm` or `rms_norm`, and how it carries covariances with its input: see `rules`."""
     name = "layer_norm" if centres else "rms_norm"
-    check_moments(name, mean, cov)
-    check_order(name, order)
+    checks.check_moments(name, mean, cov)
+    checks.check_order(name, order)
     if not isinstance(epsilon, jax.core.Tracer) and epsilon < 0:
         raise ValueError(
             f"`{name}` needs epsilon >= 0. Got {epsilon}. It is added to the variance; Flax uses 1e-6."
         )
+    gain, d = params.scale, mean.shape[1]
+    checks.check_vector(name, "scale", d, gain)
+    checks.check_vector(name, "bias", d, params.bias)
     rule = rules_of(type(cov)).norm
-    mean, cov, carry = rule(mean, cov, epsilon=epsilon, order=order, centres=centres)
-    carried = carry
-    gain, bias = params.scale, params.bias
-    noise = []
-    if gain is not None:
-        check_vector(name, "scale", mean.shape[1], gain)
-        if not isinstance(gain, Point):
-            noise.append(cov.gain_noise(mean, gain.vector_cov()))
-        rows = gain.mean[None, :]
-        cov, carried = cov.rescale(rows), lambda cross: carry(cross).rescale(rows)
-    if bias is not None:
-        check_vector(name, "bias", mean.shape[1], bias)
-        if not isinstance(bias, Point):
-            noise.append(cov.bias_noise(bias.vector_cov()))
-    return params.mean_output(mean), cov.add(*noise) if noise else cov, carried
+    mean, normal, carry = rule(mean, cov, epsilon=epsilon, order=order, centres=centres)
+    if gain is None:
+        return params.mean_output(mean), with_bias(normal, params.bias), carry
+    rows = gain.mean[None, :]
+    cov = normal.rescale(rows)
+    if not isinstance(gain, Point):
+        cov = cov.add(normal.gain_noise(mean, gain.vector_cov()))
+    cov = with_bias(cov, params.bias)
+    return params.mean_output(mean), cov, lambda cross: carry(cross).rescale(rows)

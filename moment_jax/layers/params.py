@@ -1,13 +1,19 @@
-"""Parameters of layers: beliefs about weights."""
+"""Arguments of layers: beliefs about weights; and checks, made while tracing, of all that layers take.
+
+Errors state the rule, the value and the fix.
+"""
 
 import dataclasses
-from typing import TypeVar
+import operator
+from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from moment_jax.covariance import Covariance
-from moment_jax.covariance.fields import register_fields
+from moment_jax.covariance import STRUCTURES, Covariance
+from moment_jax.covariance.fields import check_array, register_fields
 from moment_jax.posterior import Point, Posterior
 
 S = TypeVar("S", bound=Covariance)
@@ -112,3 +118,106 @@ class DecoderBlockParams:
     norm2: NormParams
     feed_forward: FeedForwardParams
     norm3: NormParams
+
+
+# -- checks -----------------------------------------------------------------------------------------
+
+
+def check_moments(name: str, mean: Array, cov: Covariance) -> None:
+    """Raise unless `mean` is one (T, D) sequence and `cov` a structure of the same shape."""
+    needs = f"`{name}(mean, cov)` needs"
+    if not isinstance(cov, Covariance):
+        raise TypeError(
+            f"{needs} a covariance structure. Got {type(cov).__name__}. Use one of "
+            f"{', '.join(STRUCTURES)}, for instance Diagonal.zeros(mean.shape)."
+        )
+    check_array(f"{name}(mean, cov)", mean)
+    fields = list(map(jnp.shape, jax.tree.leaves(cov)))
+    if fields and len(fields[0]) != cov.num_axes:  # `vmap` removed an axis too many, or too few
+        raise ValueError(
+            f"{needs} the covariance of one sequence. Got {type(cov).__name__} of fields "
+            f"{', '.join(map(str, fields))}. For a batch, use jax.vmap({name}), with in_axes=None for a "
+            "shared covariance."
+        )
+    if mean.ndim != 2 or cov.shape != mean.shape or 0 in mean.shape:
+        raise ValueError(
+            f"{needs} a mean of shape (T, D), with at least one token and one feature, and cov.shape == "
+            f"mean.shape. Got {tuple(mean.shape)} and {tuple(cov.shape)}. For a batch, use "
+            f"jax.vmap({name}); drop empty sequences."
+        )
+
+
+def check_kernel(name: str, num_features: int, kernel: object) -> None:
+    """Raise unless `kernel` is a belief about a matrix with `num_features` rows."""
+    shape = _shape_of_belief(name, "kernel", kernel)
+    if len(shape) != 2 or shape[0] != num_features:
+        raise ValueError(
+            f"`{name}` needs a kernel of shape (in, out) with in == {num_features}, the number of "
+            f"features of its input. Got {shape}. Kernels are (in, out), as in Flax; transpose "
+            "kernels from PyTorch."
+        )
+
+
+def check_vector(name: str, what: str, size: int, vector: object) -> None:
+    """Raise unless `vector` is a belief about `size` numbers, or None."""
+    if vector is None:
+        return
+    shape = _shape_of_belief(name, what, vector)
+    if shape != (size,):
+        raise ValueError(
+            f"`{name}` needs a {what} of shape ({size},), one number for each feature. Got {shape}. "
+            "Use a belief of that shape."
+        )
+
+
+def _shape_of_belief(name: str, what: str, belief: object) -> tuple[int, ...]:
+    if not isinstance(belief, Posterior):
+        raise TypeError(
+            f"`{name}` needs a belief about its {what} (a Posterior). Got {type(belief).__name__}. For "
+            f"a certain {what}, use mj.posterior.Point({what})."
+        )
+    return tuple(belief.shape)
+
+
+def check_order(name: str, order: int) -> None:
+    """Raise unless `order` is 1 or 2."""
+    if order not in (1, 2):
+        raise ValueError(
+            f"`{name}` needs order=1 (first-order Taylor, as derived) or order=2 (with the "
+            f"second-order correction of the mean). Got order={order!r}. Use order=2."
+        )
+
+
+def check_heads(name: str, num_heads: int, *widths: int) -> None:
+    """Raise unless `num_heads` divides every width."""
+    try:
+        operator.index(num_heads)
+    except TypeError:
+        raise TypeError(
+            f"`{name}` needs num_heads as a whole number. Got {num_heads!r}. Use int(num_heads)."
+        ) from None
+    for width in widths:
+        if num_heads < 1 or width % num_heads:
+            raise ValueError(
+                f"`{name}` needs num_heads to divide the width of query, key and value. Got "
+                f"num_heads={num_heads} and width {width}. Use a divisor of {width}, or kernels "
+                "of another width."
+            )
+
+
+def check_mask(name: str, what: str, mask: Any, *shapes: tuple[int, ...]) -> None:
+    """Raise unless `mask` is None or a boolean array of one of these shapes; `what` describes them."""
+    if mask is None:
+        return
+    known = isinstance(mask, (jax.Array, np.ndarray))
+    if not known or mask.dtype != bool or tuple(mask.shape) not in shapes:
+        raise ValueError(
+            f"`{name}` needs a boolean mask of shape {' or '.join(map(str, shapes))}, {what}. Got "
+            f"{described(mask)}. Use jnp.asarray(mask, bool) in that shape."
+        )
+
+
+def described(array: Any) -> str:
+    """The type and shape of a bad array, for a message."""
+    known = isinstance(array, (jax.Array, np.ndarray))
+    return f"{tuple(array.shape)} of {array.dtype}" if known else type(array).__name__

@@ -18,22 +18,8 @@ from moment_jax.nn.networks import (
 )
 
 __all__ = [
-    "MLP",
-    "Belief",
-    "Check",
-    "Decoder",
-    "DecoderBlock",
-    "DiscreteAutoencoder",
-    "Encoder",
-    "EncoderBlock",
-    "LearnedPositions",
-    "Mixture",
-    "NegativeElbo",
-    "Patches",
-    "PriorScale",
-    "TokenTransformer",
-    "Transformer",
-    "VariationalMean",
-    "VariationalScale",
+    "MLP", "Belief", "Check", "Decoder", "DecoderBlock", "DiscreteAutoencoder", "Encoder",
+    "EncoderBlock", "LearnedPositions", "Mixture", "NegativeElbo", "Patches", "PriorScale",
+    "TokenTransformer", "Transformer", "VariationalMean", "VariationalScale",
     "VisionTransformer",
-]
+]  # fmt: skip

@@ -15,12 +15,9 @@ from jax import Array
 from moment_jax import objectives
 from moment_jax.covariance import STRUCTURES, Covariance, Diagonal, Full, Moments, Separable
 from moment_jax.covariance.token_gram import num_landmarks
-from moment_jax.nn import inputs as given
 from moment_jax.nn import likelihood as likelihoods
-from moment_jax.nn.belief import Belief
-from moment_jax.nn.initial import Path, begun, joined, placed
-from moment_jax.nn.plain import Module, as_given, as_nnx, inference_output, is_floating
-from moment_jax.nn.prediction import predicted
+from moment_jax.nn import plain
+from moment_jax.nn.belief import Belief, Path, begun, joined, placed
 from moment_jax.posterior import Factorized, Posterior, sample_params
 from moment_jax.propagation import linearised as linearise
 from moment_jax.propagation import propagate
@@ -40,7 +37,7 @@ class Check(NamedTuple):
     seconds_sampled: float  # of all sampled networks, compiled
 
 
-class Bayesian(Module):
+class Bayesian(plain.Module):
     """A Flax network with a Gaussian belief about each of its weights.
 
     `model(x)` is the mean and the covariance of the network's output, in one pass: its operations are
@@ -110,21 +107,18 @@ class Bayesian(Module):
         self.batch_axes = batch_axes
         self.kind, self.noise = likelihoods.stored(likelihood)
         self.name = type(network).__name__
-        network = as_nnx(network)
+        network = plain.as_nnx(network)
         split: Any = nnx.split(network, nnx.Param, ...)
         self.graph, params, rest = split
         known = dict(nnx.to_flat_state(params))
         if not known:
-            raise ValueError(
-                "`mj.Bayesian` needs a network with parameters. Got "
-                f"{type(network).__name__} without any."
-            )
+            raise ValueError(f"`mj.Bayesian` needs a network with parameters. Got {self.name}.")
         self.rest = nnx.data(jax.tree.map(lambda x: x, rest))
         prior = {"prior_scale": prior_scale, "learn_prior": learn_prior}
         weights: dict[Path, Any] = {path: variable.copy() for path, variable in known.items()}
         if beliefs is None:
             chosen = dict(nnx.to_flat_state(nnx.state(network, nnx.All(nnx.Param, random))))
-            chosen = {path: v[...] for path, v in chosen.items() if is_floating(v[...])}
+            chosen = {path: v[...] for path, v in chosen.items() if plain.is_floating(v[...])}
             if not chosen:
                 raise ValueError(
                     "`mj.Bayesian` needs weights that `random` selects. Got none of "
@@ -173,11 +167,11 @@ class Bayesian(Module):
 
     def at_means(self) -> Any:
         """The plain network at the means, of the class that came in."""
-        return as_given(self._network(_at_means(self.beliefs)))
+        return plain.as_given(self._network(_at_means(self.beliefs)))
 
     def sample(self, key: Array) -> Any:
         """The plain network of one draw of the weights, of the class that came in."""
-        return as_given(self._network(sample_params(self.beliefs, key)))
+        return plain.as_given(self._network(sample_params(self.beliefs, key)))
 
     def kl(self) -> Array:
         """KL(posterior || prior) of all random weights, in nats."""
@@ -209,7 +203,7 @@ class Bayesian(Module):
 
         `mj.optim` observes the layers of the network at the means by it, in a copy of the model.
         """
-        split: Any = nnx.split(as_nnx(network), nnx.Param, ...)
+        split: Any = nnx.split(plain.as_nnx(network), nnx.Param, ...)
         self.graph, params, rest = split
         self.rest = nnx.data(rest)
         self.weights = nnx.data(nnx.traversals.unflatten_mapping(dict(nnx.to_flat_state(params))))
@@ -233,7 +227,7 @@ class Bayesian(Module):
         `mean`, `sd`, `interval(.9)` of real values, and `log_prob(y)` and `sample(key)` of both.
         """
         self._needs_likelihood("predict")
-        return predicted(self, inputs, options, batch_size, self.batch_axes)
+        return likelihoods.predicted(self, inputs, options, batch_size, self.batch_axes)
 
     def elbo(
         self, x: Any, y: Array, *, dataset_size: int, kl_weight: Array | float = 1.0, **options: Any
@@ -248,14 +242,14 @@ class Bayesian(Module):
           options: the network's keyword arguments.
         """
         likelihood = self._needs_likelihood("elbo")
-        fits = likelihoods.expected(likelihood, y, self(*given.arguments(x), **options))
+        fits = likelihoods.expected(likelihood, y, self(*plain.arguments(x), **options))
         fits = fits.reshape(*fits.shape[: self.batch_axes], -1).sum(axis=-1).reshape(-1)
         bound = objectives.elbo(fits, self.kl(), dataset_size=dataset_size, kl_weight=kl_weight)
         return bound / dataset_size
 
     def log_prob(self, x: Any, y: Array, *, batch_size: int = 256, **options: Any) -> Array:
         """Log predictive density of each target, in nats: `predict(x).log_prob(y)`."""
-        return self.predict(*given.arguments(x), batch_size=batch_size, **options).log_prob(y)
+        return self.predict(*plain.arguments(x), batch_size=batch_size, **options).log_prob(y)
 
     def check(self, x: Any, key: Array | None = None, samples: int = 300, **options: Any) -> Check:
         """The moments of this input beside those of sampled networks, and the price of both.
@@ -308,19 +302,17 @@ class Bayesian(Module):
     def __repr__(self) -> str:
         """Five lines: the network, its weights, the beliefs, the covariance, the targets."""
         flat, owned = self._flat(), self.owned
-        families = sorted({belief.family.__name__ for belief in owned.values()})
+        families = ", ".join(sorted({belief.family.__name__ for belief in owned.values()}))
         random = sum(belief.mean[...].size for belief in owned.values())
         certain = sum(x[...].size for path, x in flat.items() if path not in owned)
         landmarks = "" if self.landmarks is None else f", landmarks={self.landmarks}"
-        return "\n".join(
-            (
-                f"Bayesian({self.name})",
-                f"  random: {random} weights in {len(owned)} arrays, {', '.join(families) or 'none'}",
-                f"  certain: {certain} weights in {len(flat) - len(owned)} arrays",
-                f"  moments: {self.structure.__name__}{landmarks}"
-                + (", linearised in the weights" if self.linearised else ""),
-                f"  likelihood: {self.kind if self.noise is None else 'Gaussian'}",
-            )
+        linearised = ", linearised in the weights" if self.linearised else ""
+        return (
+            f"Bayesian({self.name})\n"
+            f"  random: {random} weights in {len(owned)} arrays, {families or 'none'}\n"
+            f"  certain: {certain} weights in {len(flat) - len(owned)} arrays\n"
+            f"  moments: {self.structure.__name__}{landmarks}{linearised}\n"
+            f"  likelihood: {self.kind if self.noise is None else 'Gaussian'}"
         )
 
     __str__ = __repr__
@@ -335,8 +327,7 @@ class Bayesian(Module):
 
     def _network(self, values: Any) -> nnx.Module:
         """The plain network with these arrays, on new variables, which it may write to while traced."""
-        flat = nnx.traversals.flatten_mapping(values)
-        kinds = self._flat()
+        flat, kinds = nnx.traversals.flatten_mapping(values), self._flat()
         params = {
             path: nnx.Param(x) if isinstance(kinds[path], Belief) else kinds[path].replace(x)
             for path, x in flat.items()
@@ -347,7 +338,7 @@ class Bayesian(Module):
 
     def _beside(self, caller: str, x: Any, key: Any, samples: int, options: Any) -> list[Any]:
         """One pass, and mean and sd of sampled networks, each with its seconds, compiled."""
-        key, inputs = jax.random.key(0) if key is None else key, given.arguments(x)
+        key, inputs = jax.random.key(0) if key is None else key, plain.arguments(x)
         if samples < 2:
             raise ValueError(f"`{caller}` needs samples >= 2. Got {samples}.")
         keys, batch = jax.random.split(key, samples), min(samples, 10)
@@ -371,7 +362,7 @@ class Bayesian(Module):
     def _moments(self, inputs: tuple[Any, ...], options: Any, *, receipt: bool = False) -> Any:
         axes, beliefs = self.batch_axes, self.beliefs
         means = tuple(x[0] if is_random_input(x) else x for x in inputs)
-        given.check(inputs, axes, self.structure)
+        plain.check_inputs(inputs, axes, self.structure)
         if not self.owned:
             output = self._network(beliefs)(*means, **options)
             lead, shape = output.shape[:axes], (1, 1, *output.shape[axes:])
@@ -390,14 +381,12 @@ class Bayesian(Module):
                     "A linearised model needs certain inputs. Got the moments of a random one. Use "
                     "model.replace(linearised=False)."
                 )
-            kept = Diagonal if self.structure.entrywise else Full
-            of = linearise(fn, structure=kept)
+            of: Any = linearise(fn, structure=Diagonal if self.structure.entrywise else Full)
         else:
             of = propagate(fn, structure=self.structure, landmarks=self.landmarks, receipt=receipt)
 
         def one(beliefs: Any, inputs: Any) -> Any:
-            found: Any = of(beliefs, *(given.with_batch(x, axes) for x in inputs))
-            mean, cov, *steps = found
+            mean, cov, *steps = of(beliefs, *(plain.with_batch(x, axes) for x in inputs))
             if self.spread is not None:
                 cov = cov.rescale(jnp.broadcast_to(self.spread[...], (1, cov.shape[-1])))
             return mean, cov, *steps
@@ -412,7 +401,7 @@ class Bayesian(Module):
             mean, cov = with_automatic_axes(lambda both: one(*both), (beliefs, inputs), axes)
         except Exception as error:
             known = _at_means(beliefs)
-            given.explain(lambda x: fn(known, *x), means, options, axes, error)
+            plain.explain_batch(lambda x: fn(known, *x), means, options, axes, error)
             raise
         lead = means[0].shape[:axes] if means else ()
         return Moments(mean.reshape(*lead, *shape), cov)
@@ -423,7 +412,7 @@ class Bayesian(Module):
         ones = tuple(jax.ShapeDtypeStruct((1,) * axes + x.shape[axes:], x.dtype) for x in inputs)
         network = self._network(_at_means(self.beliefs))
         # `propagate` says itself where random numbers are drawn.
-        found = inference_output("mj.Bayesian", network, ones, options, keys=self.linearised)
+        found = plain.inference_output("mj.Bayesian", network, ones, options, keys=self.linearised)
         shape = getattr(found, "shape", None)
         if shape is None or shape[:axes] != (1,) * axes:
             raise ValueError(

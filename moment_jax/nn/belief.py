@@ -1,6 +1,7 @@
-"""A Gaussian belief about one weight array: its variational parameters and its prior."""
+"""A Gaussian belief about one weight array, and the first ones about all arrays of a network."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,6 +25,9 @@ FAMILIES: dict[Any, tuple[str, ...]] = {
     families.OutputShared: ("scale",),
     families.KroneckerEigen: ("in_basis", "out_basis", "scale"),
 }
+OF_MATRICES = families.OutputShared, families.KroneckerEigen
+Path = tuple[Any, ...]
+Family = type[Posterior] | Callable[[Path], type[Posterior]]
 
 
 class VariationalMean(nnx.Param):
@@ -59,15 +63,10 @@ class Belief(Module):
     """
 
     def __init__(
-        self,
-        mean: Array,
-        *,
-        family: type[Posterior] = families.Factorized,
-        scale: Array | float = 0.01,
-        prior_scale: float = 1.0,
-        learn_prior: bool = False,
+        self, mean: Array, *, family: type[Posterior] = families.Factorized,
+        scale: Array | float = 0.01, prior_scale: float = 1.0, learn_prior: bool = False,
         shape: tuple[int, ...] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if family not in FAMILIES:
             names = ", ".join(known.__name__ for known in FAMILIES)
             raise TypeError(f"`Belief` needs a posterior family, one of {names}. Got {family!r}.")
@@ -77,8 +76,7 @@ class Belief(Module):
                 "`Belief` needs positive scale and prior_scale. Got "
                 f"{scale} and {prior_scale}. For a certain array, use family=Point."
             )
-        of_matrices = (families.OutputShared, families.KroneckerEigen)
-        if mean.ndim != 2 and family in of_matrices:
+        if mean.ndim != 2 and family in OF_MATRICES:
             raise ValueError(
                 f"`Belief` needs a matrix for {family.__name__}. Got an array of shape "
                 f"{tuple(mean.shape)}; for biases, gains and positions use Factorized."
@@ -145,29 +143,27 @@ def stored_form(belief: Posterior) -> dict[str, Array]:
     """The unconstrained parameters of a belief: inverses of softplus and of L L^T."""
     if isinstance(belief, families.Point):
         return {}
-    if isinstance(belief, families.Factorized | families.OutputShared):
-        return {"scale": _inverse_softplus(jnp.sqrt(belief.variance))}
     if isinstance(belief, families.FullNormal):
         return {"entries": _root(belief.cov.reshape(2 * (belief.mean.size,)))}
+    basis = {}
     if isinstance(belief, families.KroneckerEigen) and belief.variance.shape == belief.shape:
-        scale = _inverse_softplus(jnp.sqrt(belief.variance))
-        return {"in_basis": belief.in_basis, "out_basis": belief.out_basis, "scale": scale}
-    raise ValueError(
-        f"A module needs {', '.join(known.__name__ for known in FAMILIES)} of its own shape. Got "
-        f"{type(belief).__name__} of shape {belief.shape}."
-    )
+        basis = {"in_basis": belief.in_basis, "out_basis": belief.out_basis}
+    elif not isinstance(belief, families.Factorized | families.OutputShared):
+        raise ValueError(
+            f"A module needs {', '.join(known.__name__ for known in FAMILIES)} of its own shape. Got "
+            f"{type(belief).__name__} of shape {belief.shape}."
+        )
+    return {**basis, "scale": _inverse_softplus(jnp.sqrt(belief.variance))}
 
 
 def _root(cov: Array) -> Array:
     known = known_values(cov)
-    if known is None:
-        root = jnp.linalg.cholesky(cov)
-    else:  # in double precision, for nearly singular ones
-        try:
-            root = jnp.asarray(np.linalg.cholesky(known.astype(np.float64)))
-        except np.linalg.LinAlgError as error:
-            message = "A belief needs positive definite covariances. Got a singular one."
-            raise ValueError(message) from error
+    try:  # what is known in double precision, for nearly singular ones
+        wide = None if known is None else jnp.asarray(np.linalg.cholesky(known.astype(np.float64)))
+    except np.linalg.LinAlgError as error:
+        message = "A belief needs positive definite covariances. Got a singular one."
+        raise ValueError(message) from error
+    root = jnp.linalg.cholesky(cov) if wide is None else wide
     return jnp.tril(root, -1) + diagonal_matrix(_inverse_softplus(diagonal_of(root)))
 
 
@@ -224,3 +220,61 @@ def _spread(name: str, raw: Array) -> Array:
         return jnp.linalg.qr(raw)[0]
     factor = jnp.tril(raw, -1) + diagonal_matrix(jax.nn.softplus(diagonal_of(raw)))
     return factor @ factor.T
+
+
+def begun(
+    arrays: dict[Path, Array], family: Family, relative_scale: float, prior: dict[str, Any]
+) -> dict[Path, Belief]:
+    """The first belief about each array, its mean; `Factorized` of vectors."""
+    if not 0 < relative_scale < np.inf:
+        raise ValueError(f"`mj.Bayesian` needs relative_scale > 0. Got {relative_scale}.")
+    found = {}
+    for path, value in arrays.items():
+        kind: Any = family if isinstance(family, type) else family(path)
+        if kind not in FAMILIES:
+            Belief(value, family=kind)  # raises
+        shape = tuple(value.shape)
+        matrix: tuple[int, ...] = matrix_shape(str(path[-1]), shape)
+        if kind not in OF_MATRICES:
+            matrix = shape
+        elif matrix[1] == 1:
+            if not isinstance(family, type):
+                raise ValueError(
+                    f"`family` needs to fit every array. Got {kind.__name__}, a family of "
+                    f"matrices, for the vector {joined(path)}. Return Factorized for it."
+                )
+            kind, matrix = families.Factorized, shape
+        scale = relative_scale * jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(value))), 0.1)
+        found[path] = Belief(value.reshape(matrix), family=kind, scale=scale, shape=shape, **prior)
+    return found
+
+
+def placed(beliefs: Any, known: dict[Path, Any], prior: dict[str, Any]) -> dict[Path, Any]:
+    """Beliefs and arrays by path, of a tree of posteriors in the places and shapes of parameters."""
+    tree = nnx.to_pure_dict(beliefs) if isinstance(beliefs, nnx.State) else beliefs
+    found = nnx.traversals.flatten_mapping(tree) if isinstance(tree, dict) else {(): tree}
+    found = {path: x for path, x in found.items() if x is not None}
+    for path, x in found.items():
+        mean = x.mean if isinstance(x, Posterior) else x
+        wanted = tuple(known[path][...].shape) if path in known else None
+        if wanted is None or getattr(mean, "shape", None) != wanted:
+            places = ", ".join(f"{joined(p)} {tuple(v[...].shape)}" for p, v in known.items())
+            raise ValueError(
+                "`mj.Bayesian` needs beliefs in the places and shapes of the network's parameters: "
+                f"{places}. Got {type(x).__name__} of shape {getattr(mean, 'shape', None)} at "
+                f"'{joined(path)}'. Start from nnx.to_pure_dict(nnx.state(network, nnx.Param))."
+            )
+    if not any(isinstance(x, Posterior) for x in found.values()):
+        raise ValueError("`mj.Bayesian` needs a belief about one array at least. Got none.")
+    for path, x in found.items():
+        try:
+            of_x = Belief.of(x, **prior) if isinstance(x, Posterior) else jnp.asarray(x)
+        except ValueError as error:
+            raise ValueError(f"`mj.Bayesian`: {error} It is at {joined(path)}.") from error
+        found[path] = of_x
+    return found
+
+
+def joined(path: Path) -> str:
+    """For messages."""
+    return "/".join(map(str, path))

@@ -92,10 +92,11 @@ class DiscreteAutoencoder(Module):
         patches, pixels = Patches(patch_size, channels), patch_size**2 * channels
         num_tokens = _num_tokens(patches, image_size, num_codes)
         make: Any = partial(TokenTransformer, num_tokens, rngs=rngs, **options)
-        encoder = make(pixels, num_codes, num_blocks=num_encoder_blocks)
-        decoder = make(num_codes, pixels, num_blocks=num_decoder_blocks)
-        sizes: Any = {"patches": patches, "image_size": image_size, "num_codes": num_codes}
-        return cls(encoder, decoder, likelihood=likelihood, **sizes)
+        return cls(
+            make(pixels, num_codes, num_blocks=num_encoder_blocks),
+            make(num_codes, pixels, num_blocks=num_decoder_blocks),
+            patches=patches, image_size=image_size, num_codes=num_codes, likelihood=likelihood,
+        )  # fmt: skip
 
     @property
     def likelihood(self) -> Gaussian | Bernoulli:
@@ -185,19 +186,16 @@ class DiscreteAutoencoder(Module):
         The expectation over the decoder's weights uses their moments; the KL divergences are exact. As
         q(z | x) is a function of the beliefs about the encoder's weights, a bound on the evidence needs
         only the decoder's KL; adding the encoder's keeps it a bound, and regularises. With
-        straight_through the codes are hard and the result is an unbiased estimate of the bound; with
-        relaxed codes it is a surrogate with less noisy gradients.
+        straight_through the codes are hard, with the gradient of relaxed ones, and the result is an
+        unbiased estimate of the bound; with relaxed codes it is a surrogate with less noisy gradients.
 
         Args:
           images: (..., height, width[, channels]); numbers in [0, 1] for `Bernoulli`.
           key: of the draw.
           temperature: of the relaxation.
           dataset_size: the number of training images; needed where a network is Bayesian.
-          kl_weight: 1 for the bound itself; below 1 for warm-up or a cold posterior.
-          straight_through: hard codes with the gradient of the relaxed ones.
-
-        Raises:
-          ValueError: if shapes do not fit, dataset_size is below the batch, or kl_weight negative.
+          kl_weight: 1 for the bound itself, or not negative; below 1 for warm-up or a cold posterior.
+          straight_through: hard codes.
         """
         target, weight_kl = self.cut(images), jnp.zeros(())
         if isinstance(self.encoder, Bayesian) or isinstance(self.decoder, Bayesian):

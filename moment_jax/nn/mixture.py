@@ -6,9 +6,8 @@ from typing import Any
 from flax import nnx
 from jax import Array
 
-from moment_jax.nn import inputs as given
 from moment_jax.nn.bayesian import Bayesian
-from moment_jax.nn.plain import Module
+from moment_jax.nn.plain import Module, arguments
 from moment_jax.objectives.predictive import averaged
 
 
@@ -42,4 +41,4 @@ class Mixture(Module):
 
     def log_prob(self, x: Any, y: Array, *, batch_size: int = 256, **options: Any) -> Array:
         """Log predictive density of each target, in nats: `predict(x).log_prob(y)`."""
-        return self.predict(*given.arguments(x), batch_size=batch_size, **options).log_prob(y)
+        return self.predict(*arguments(x), batch_size=batch_size, **options).log_prob(y)

@@ -2,7 +2,7 @@
 
 They know nothing of moments: `mj.Bayesian(network)` makes any of them random, as it does your own. All
 arrays may have leading batch axes. An activation is "relu", "gelu" (the exact one), "tanh", "silu", or
-any scalar function.
+any scalar function; `rngs` are Flax's random streams, for the initial weights.
 """
 
 import dataclasses
@@ -45,7 +45,6 @@ class MLP(Module):
     Args:
       features: widths, from the input's to the output's, such as [8, 50, 1].
       activation: between the layers.
-      rngs: Flax's random streams, for the initial weights.
 
     >>> model = MLP([3, 8, 2], rngs=nnx.Rngs(0))
     >>> model(jnp.ones((5, 3))).shape
@@ -118,7 +117,6 @@ class EncoderBlock(_Block):
       norm_first: pre-norm if True, post-norm (the original's) if False.
       activation: of the feed-forward layer.
       epsilon: added to the variance in the normalisations.
-      rngs: Flax's random streams, for the initial weights.
 
     Raises:
       ValueError: if the heads do not divide the features, or the activation is unknown.
@@ -167,19 +165,16 @@ class _Stack(Module):
     block_type: ClassVar[Any]
 
     def __init__(
-        self, num_blocks: int, num_features: int, num_heads: int, *,
-        hidden_features: int | None = None, norm_first: bool = False,
-        activation: Activation = "relu", epsilon: float = 1e-6, scan: bool = False,
-        remat: bool = False, rngs: nnx.Rngs,
+        self, num_blocks: int, num_features: int, num_heads: int, *, scan: bool = False,
+        remat: bool = False, norm_first: bool = False, epsilon: float = 1e-6, rngs: nnx.Rngs,
+        **options: Any,
     ) -> None:  # fmt: skip
         if num_blocks < 1:
             raise ValueError(f"`{type(self).__name__}` needs num_blocks >= 1. Got {num_blocks}.")
+        options = {"norm_first": norm_first, "epsilon": epsilon, **options}
 
         def block(rngs: nnx.Rngs) -> Any:
-            return self.block_type(
-                num_features, num_heads, hidden_features=hidden_features, norm_first=norm_first,
-                activation=activation, epsilon=epsilon, rngs=rngs,
-            )  # fmt: skip
+            return self.block_type(num_features, num_heads, rngs=rngs, **options)
 
         if scan:
             self.blocks: Any = nnx.split_rngs(splits=num_blocks)(nnx.vmap(block))(rngs)
@@ -192,21 +187,17 @@ class _Stack(Module):
     def _through(self, x: Array, *given: Any) -> Array:
         """All blocks, each with x and the other arguments: a memory, masks."""
 
-        def one(graph: Any, x: Array, state: Any) -> Array:
+        def one(graph: Any, state: Any, x: Array) -> Array:
             return nnx.merge(graph, state)(x, *given)
 
         # Split and merged by hand: Flax's own transformations refuse a model that is closed over.
         one = jax.checkpoint(one, static_argnums=0) if self.remat else one
         if self.scan:
             graph, stacked = nnx.split(self.blocks)
-            x, _ = jax.lax.scan(lambda x, state: (one(graph, x, state), None), x, stacked)
-        elif self.remat:
-            for block in self.blocks:
-                graph, state = nnx.split(block)
-                x = one(graph, x, state)
+            x, _ = jax.lax.scan(lambda x, state: (one(graph, state, x), None), x, stacked)
         else:
             for block in self.blocks:
-                x = block(x, *given)
+                x = one(*nnx.split(block), x) if self.remat else block(x, *given)
         return x if self.final_norm is None else self.final_norm(x)
 
 
@@ -217,18 +208,13 @@ class Encoder(_Stack):
       num_blocks: L.
       num_features: D.
       num_heads: H, a divisor of D.
-      hidden_features: width of the feed-forward layers; 4 D where None.
-      norm_first: pre-norm if True, post-norm (the original's) if False.
-      activation: of the feed-forward layers.
-      epsilon: added to the variance in the normalisations.
+      options: the other arguments of its blocks: hidden_features, norm_first, activation, epsilon.
       scan: one compiled loop over the blocks, whose weights are stacked: twelve blocks compile like two,
         and a gradient of few blocks takes longer. Beliefs about stacks are `Factorized`.
       remat: recompute each block in the backward pass instead of storing what it needs.
-      rngs: Flax's random streams, for the initial weights.
 
     Raises:
-      ValueError: if there is no block, the heads do not divide the features, or the activation is
-        unknown.
+      ValueError: if there is no block; and as for `EncoderBlock`.
     """
 
     block_type = EncoderBlock
@@ -258,7 +244,6 @@ class Transformer(Module):
       num_heads: H, a divisor of D.
       num_encoder_blocks: blocks of the encoder.
       num_decoder_blocks: blocks of the decoder; as many as the encoder has where None.
-      rngs: Flax's random streams, for the initial weights.
       options: the other keyword arguments of `Encoder`, the same for the decoder: hidden_features,
         norm_first, activation, epsilon, scan, remat.
 
@@ -295,7 +280,6 @@ class LearnedPositions(Module):
       max_length: the longest sequence.
       num_features: D.
       scale: standard deviation of the initial vectors.
-      rngs: Flax's random streams, for the initial vectors.
     """
 
     def __init__(
@@ -327,21 +311,17 @@ class TokenTransformer(Module):
       num_blocks: L.
       num_features: D.
       num_heads: H, a divisor of D.
-      norm_first: pre-norm if True.
-      rngs: Flax's random streams, for the initial weights.
-      options: the other keyword arguments of `Encoder`: hidden_features, activation, epsilon, scan,
-        remat.
+      options: the other keyword arguments of `Encoder`, pre-norm unless norm_first=False.
     """
 
     def __init__(
         self, num_tokens: int, in_features: int, out_features: int, *, num_blocks: int = 1,
-        num_features: int = 32, num_heads: int = 4, norm_first: bool = True, rngs: nnx.Rngs,
-        **options: Any,
+        num_features: int = 32, num_heads: int = 4, rngs: nnx.Rngs, **options: Any,
     ) -> None:  # fmt: skip
         self.embed = nnx.Linear(in_features, num_features, rngs=rngs)
         self.positions = LearnedPositions(num_tokens, num_features, scale=1.0, rngs=rngs)
-        size = num_blocks, num_features, num_heads
-        self.encoder = Encoder(*size, norm_first=norm_first, rngs=rngs, **options)
+        options = {"norm_first": True, **options}
+        self.encoder = Encoder(num_blocks, num_features, num_heads, rngs=rngs, **options)
         self.head = nnx.Linear(num_features, out_features, rngs=rngs)
 
     def __call__(self, x: Array, mask: Array | None = None) -> Array:
@@ -404,11 +384,8 @@ class VisionTransformer(Module):
       num_features: D.
       num_heads: H, a divisor of D.
       num_blocks: L.
-      norm_first: pre-norm if True.
-      activation: of the feed-forward layers.
       position_scale: standard deviation of the initial positions.
-      rngs: Flax's random streams, for the initial weights.
-      options: the other keyword arguments of `Encoder`: hidden_features, epsilon, scan, remat.
+      options: the other keyword arguments of `Encoder`, pre-norm with GELU unless they say otherwise.
 
     Raises:
       ValueError: if patches do not divide the image or heads do not divide the features.
@@ -420,16 +397,15 @@ class VisionTransformer(Module):
 
     def __init__(
         self, *, image_size: int, patch_size: int, num_classes: int, channels: int = 1,
-        num_features: int = 64, num_heads: int = 4, num_blocks: int = 2, norm_first: bool = True,
-        activation: Activation = "gelu", position_scale: float = 0.02, rngs: nnx.Rngs,
-        **options: Any,
+        num_features: int = 64, num_heads: int = 4, num_blocks: int = 2,
+        position_scale: float = 0.02, rngs: nnx.Rngs, **options: Any,
     ) -> None:  # fmt: skip
         self.patches = Patches(patch_size, channels)
         num_tokens = self.patches.count("VisionTransformer", image_size)
         self.embed = nnx.Linear(patch_size**2 * channels, num_features, rngs=rngs)
         start = position_scale * jax.random.normal(rngs.params(), (num_tokens, num_features))
         self.position = nnx.Param(start)
-        options = {"norm_first": norm_first, "activation": activation, **options}
+        options = {"norm_first": True, "activation": "gelu", **options}
         self.encoder = Encoder(num_blocks, num_features, num_heads, rngs=rngs, **options)
         self.head = nnx.Linear(num_features, num_classes, rngs=rngs)
 

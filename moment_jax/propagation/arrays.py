@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance.cross import Cross
+from moment_jax.covariance.base import Cross
 
 Axes = tuple[int, ...]
 Places = np.ndarray

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt
-from moment_jax.covariance.pool import pool_seen
+from moment_jax.covariance.token_gram import pool_seen
 from moment_jax.layers.attention import attention_with_carry
 from moment_jax.layers.dense import dense
 from moment_jax.layers.params import AttentionParams, DenseParams

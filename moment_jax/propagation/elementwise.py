@@ -17,7 +17,6 @@ from jax import Array
 from moment_jax import expectations
 from moment_jax.covariance import Diagonal
 from moment_jax.expectations import ElementwiseMoments
-from moment_jax.expectations.activations import with_jumps
 from moment_jax.expectations.quadrature import resolving
 from moment_jax.layers.params import DenseParams, FeedForwardParams
 from moment_jax.layers.rules import rules_of
@@ -174,15 +173,15 @@ def recognised(found: Univariate, node: Node) -> tuple[str, Transform | Pieces, 
     if places is not None and found.operations <= RATIONAL | BENDING:
         pieces = pieces_of(found, places)
         if pieces is not None:
-            bends, slopes, value, steps = pieces
-            if steps:
-                return "steps", lambda m, v: with_jumps(m, v, *pieces), gaussian
-            if not bends:
+            if not pieces.bends and not pieces.steps:
                 return "linear", pieces, ""
-            if (bends, slopes, value) == ([0.0], [0.0, 1.0], 0.0):
+            if pieces == ([0.0], [0.0, 1.0], 0.0, []):
                 return "relu", expectations.rectified, gaussian
-            fn = expectations.piecewise_linear
-            return "piecewise linear", lambda m, v: fn(m, v, bends, slopes, value), gaussian
+            fn, name = (
+                expectations.piecewise_linear,
+                "steps" if pieces.steps else "piecewise linear",
+            )
+            return name, lambda m, v: fn(m, v, *pieces), gaussian
     if jumps_at(found, places):
         raise refuse("a function that jumps", node.source, register(node))
     bent = not found.operations.isdisjoint(BENDING)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance.cross import plus
+from moment_jax.covariance.base import plus
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.expectations import ElementwiseMoments
 from moment_jax.propagation import arrays

@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 
 from moment_jax.covariance import STRUCTURES, Covariance, Diagonal, Separable
-from moment_jax.covariance.pool import pool_read
+from moment_jax.covariance.token_gram import pool_read
 from moment_jax.posterior import Factorized, Posterior
 from moment_jax.propagation import arrays, errors, graph
 from moment_jax.propagation.arrays import Axes, Base, Moments

@@ -78,3 +78,12 @@ def integral(family: Family, mean: float, variance: float) -> ElementwiseMoments
     return ElementwiseMoments(
         value, weight @ centred**2, weight @ slope, scale * (weight @ (slope * z)) / np.sqrt(2)
     )
+
+
+def softmax_moments(mean: jax.Array, cov: jax.Array, mask: jax.Array | None = None):
+    """Mean and covariance of the softmax of a row of scores, of covariance (C, C) or (C,)."""
+    cov = jnp.diag(cov) if cov.ndim == 1 else cov
+    if mask is not None:
+        cov = jnp.where(mask[:, None] & mask[None, :], cov, 0)
+    q, jacobian, rest = expectations.softmax_expansion(mean, cov, mask)
+    return q, jacobian @ cov @ jacobian + rest

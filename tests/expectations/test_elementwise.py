@@ -211,6 +211,31 @@ def test_sd_of_gelu(dtype):
     np.testing.assert_array_less(missing.max(axis=1), [*budget.values()])
 
 
+def test_steps():
+    """Mean and variance are integrals; gain and second are slopes of the mean (Stein, Price)."""
+    pieces = {
+        "kinks": [0.5],
+        "slopes": [2.0, 0.3],
+        "value": 0.7,
+        "steps": [(2.0, 1.0), (-1.0, 0.5)],
+    }
+    family = Family(
+        functools.partial(expectations.piecewise_linear, **pieces),
+        lambda x: 0.7 + np.where(x < 0.5, 2.0, 0.3) * (x - 0.5) + 0.5 * (x > -1) + (x > 2),
+        lambda x: np.where(x < 0.5, 2.0, 0.3),
+        (1e-4, 0.06, 1.0, 30.0),
+        kinks=(-1.0, 0.5, 2.0),
+    )
+    m, v = (x.ravel() for x in grid(family))
+    out = family.moments(m, v)
+    by_mean, by_variance = jax.grad(lambda *at: family.moments(*at).mean.sum(), (0, 1))(m, v)
+    want = [integral(family, *point) for point in zip(m, v, strict=True)]
+    np.testing.assert_allclose(out.mean, [w.mean for w in want], atol=1e-10)
+    np.testing.assert_allclose(out.variance, [w.variance for w in want], rtol=1e-9)
+    np.testing.assert_allclose(out.gain, by_mean, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(out.second, np.sqrt(2) * v * by_variance, rtol=1e-9, atol=1e-12)
+
+
 @jax.jit
 def power_moments(degree, mean, variance):
     return elementwise(lambda x: x**degree, mean, variance, num_nodes=8)

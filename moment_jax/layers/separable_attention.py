@@ -17,6 +17,7 @@ is scaled by that, g_a g_b.
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -25,16 +26,14 @@ from jax import Array
 
 from moment_jax.covariance import numerics
 from moment_jax.covariance import token_gram as tg
-from moment_jax.covariance.cross import SeparableCross
 from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt, weighted_sum
-from moment_jax.covariance.pool import pool_scores
-from moment_jax.covariance.separable import Separable, agreeing, kernel_noise, outer_by_share
+from moment_jax.covariance.separable import Separable, SeparableCross, agreeing
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.expectations.softmax_mean import quick_expected_softmax
-from moment_jax.layers import heads
+from moment_jax.layers import rules
 from moment_jax.layers.params import AttentionParams, DenseParams, bias_cov, with_bias
 from moment_jax.layers.rules import Attending, Carry
-from moment_jax.xla import diagonal_matrix, materialized
+from moment_jax.xla import diagonal_matrix, diagonal_of, materialized
 
 
 class Projection(NamedTuple):
@@ -87,33 +86,29 @@ class _Output(NamedTuple):
 
 
 def attention(
-    mean: Array,
-    cov: Separable,
-    memory: tuple[Array, Separable] | None,
-    params: AttentionParams,
+    mean: Array, cov: Separable, memory: tuple[Array, Separable] | None, params: AttentionParams,
     attending: Attending,
-) -> tuple[Array, Separable, Carry]:
+) -> tuple[Array, Separable, Carry]:  # fmt: skip
     """The rule of `attention` and `cross_attention`: see there."""
     h, order, pool = attending.num_heads, attending.order, cov.pool
     value, output = params.value.kernel.mean, params.output.kernel.mean
     source, source_cov = (mean, cov) if memory is None else memory
     drawn = source_cov.features @ value
     common = value.T @ drawn  # noise of x in the values of all heads, (H K, H K)
-    sequence = _sequence(mean, cov, memory, params, attending)
+    sequence = _sequence(mean, cov, memory, params, attending.mask)
     head = _heads(mean, cov, memory, params, attending, sequence, drawn, common)
     # At landmarks what cancels is approximated, and bfloat16 would not cancel.
     exact = any(isinstance(c.tokens, tg.TokenGram) for c in (cov, source_cov))
     with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
-        out = heads.each_head(
-            lambda each: _one_head(each, sequence, order), head, h * len(mean) * len(source)
-        )
+        one_head = partial(_one_head, sequence=sequence, order=order)
+        out = rules.each_head(one_head, head, h * len(mean) * len(source))
 
     # G: each head's own, the output kernel's noise, and what pairs of heads share. All heads average the
     # same noise of x in the values; pairs of heads do with their mean weights.
-    count, mixed = tg.count_of(cov.tokens), heads.merge_heads(out.mean)
+    count, mixed = tg.count_of(cov.tokens), rules.merge_heads(out.mean)
     common = common.reshape(*(h, len(common) // h) * 2)
     between = jnp.sum(common * numerics.gram(output).reshape(common.shape), axis=(1, 3))
-    shared = jnp.sum(between) - jnp.sum(tg.diagonal_of(between))  # by pairs of different heads
+    shared = jnp.sum(between) - jnp.sum(diagonal_of(between))  # by pairs of different heads
     tokens = jax.tree.map(lambda each: jnp.sum(each, axis=0), out.tokens)
     tokens = tokens + tg.gram(mixed, params.output.kernel.input_metric(), count)
     tokens = tokens + shared * tg.gram(jnp.mean(out.weights, axis=0), sequence.factored, count)
@@ -121,25 +116,24 @@ def attention(
     # C, of the sum over queries: averages of values' noise, and every head's own.
     total = out.total
     overlap = (total @ sequence.factored) @ total.T
-    by_kernel = jax.vmap(
-        lambda mean: _blocks(kernel_noise(params.value.kernel, None, mean[None]), h)
-    )(total @ source)
-    own = tg.diagonal_of(overlap)[:, None, None] * head.value.by_input
+    of_kernel = partial(numerics.kernel_noise, params.value.kernel, None)
+    by_kernel = jax.vmap(lambda mean: _blocks(of_kernel(mean[None]), h))(total @ source)
+    own = diagonal_of(overlap)[:, None, None] * head.value.by_input
     own = own + jnp.einsum("hhkl->hkl", by_kernel) + out.by_scores
     own = own + (jnp.sum(total, axis=1) ** 2)[:, None, None] * head.value.by_bias
     same = jnp.eye(h, dtype=bool)[:, None, :, None]
     averages = jnp.where(same, own[:, :, None], common * overlap[:, None, :, None])
     averages = averages.reshape(len(output), -1)
-    by_noise = kernel_noise(params.output.kernel, averages, weighted_sum(pool, mixed)[None])
+    by_noise = numerics.kernel_noise(
+        params.output.kernel, averages, weighted_sum(pool, mixed)[None]
+    )
     features = numerics.summed_covs(numerics.gram(output.T, averages), by_noise)
 
-    variances = outer_by_share(tg.diagonal_of(tokens), tg.diagonal_of(features))
+    variances = numerics.outer_by_share(tg.diagonal_of(tokens), diagonal_of(features))
     features = agreeing(features, tokens, pool)
     out_cov = Separable.unchecked(variances, tokens, features, pool)
 
-    def carry(
-        cross: SeparableCross | None, with_memory: SeparableCross | None = None
-    ) -> SeparableCross | None:
+    def carry(cross: Any, with_memory: Any = None) -> Any:
         """Through the values alone, so from a memory and not from what looks at it."""
         given = cross if memory is None else with_memory
         if given is None:
@@ -151,34 +145,32 @@ def attention(
 
 
 def _sequence(
-    mean: Array, cov: Separable, memory: Any, params: AttentionParams, attending: Attending
+    mean: Array, cov: Separable, memory: Any, params: AttentionParams, mask: Array | None
 ) -> _Sequence:
     """Token patterns of x, of the source, and of the noise of the three kernels."""
     source, source_cov = (mean, cov) if memory is None else memory
-    count, mask = tg.count_of(source_cov.tokens), attending.mask
-    of_key = pool_scores(source_cov.pool, mask) if memory is None else source_cov.pool
-    of_query = of_key if memory is None else cov.pool
-    query, *others = (
-        layer.kernel.input_metric() for layer in (params.query, params.key, params.value)
-    )
+    at, by, count = cov.pool, source_cov.pool, tg.count_of(source_cov.tokens)
+    metrics = [p.kernel.input_metric() for p in (params.query, params.key, params.value)]
 
     def pattern(noise: tg.Tokens, weights: Array) -> tg.Tokens:
         """Kernels' noise in units of its weighted trace."""
         return tg.divide(noise, weights @ tg.diagonal_of(noise))
 
-    if memory is None:
-        noise = tg.gram(source, numerics.summed_covs(query, *others), count)
-        by_query = by_key = pattern(noise, of_key)
-    else:
-        noise = tg.gram(source, numerics.summed_covs(*others), count)
-        by_key = pattern(noise, of_key)
-        by_query = pattern(tg.gram(mean, query, tg.count_of(cov.tokens)), of_query)
     seen = jnp.ones(len(source), bool) if mask is None else jnp.any(mask, axis=(0, 1))
-    known = tg.seen_only(source_cov.pattern(), seen)
-    own = tg.whole(known) if memory is None else None
-    x = known if memory is None else cov.pattern()
-    patterns = x, known, by_query, by_key, pattern(noise, source_cov.pool)
-    return _Sequence(*patterns, tg.factored(known), own, seen, cov.pool, of_query, of_key)
+    x = known = tg.seen_only(source_cov.pattern(), seen)
+    whole = None
+    if memory is None:
+        whole, at = tg.whole(known), tg.pool_scores(by, mask)
+        noise = tg.gram(source, numerics.summed_covs(*metrics), count)
+        by_query = by_key = pattern(noise, at)
+    else:
+        x = cov.pattern()
+        noise = tg.gram(source, numerics.summed_covs(*metrics[1:]), count)
+        by_query = pattern(tg.gram(mean, metrics[0], tg.count_of(cov.tokens)), at)
+        by_key = pattern(noise, by)
+    patterns = x, known, by_query, by_key, pattern(noise, by)
+    weights = cov.pool, at, at if memory is None else by
+    return _Sequence(*patterns, tg.factored(known), whole, seen, *weights)
 
 
 def _heads(
@@ -186,24 +178,23 @@ def _heads(
     sequence: _Sequence, drawn: Array, common: Array,
 ) -> _Head:  # fmt: skip
     """The projections of all heads, and the matrices in which they meet."""
-    h, turns = attending.num_heads, attending.turns
+    h, mask, _, turns = attending
     source, source_cov = (mean, cov) if memory is None else memory
-    keys = tg.diagonal_of(source_cov.features)
-    queries = keys if memory is None else tg.diagonal_of(cov.features)
+    C, output = source_cov.features, params.output.kernel
+    keys = diagonal_of(C)
+    queries = keys if memory is None else diagonal_of(cov.features)
     at, by = sequence.query_weights, sequence.key_weights
     query = _projection(mean, queries, None, params.query, at, turns[0], h)
     key = _projection(source, keys, None, params.key, by, turns[1], h)
-    value = _projection(
-        source, source_cov.features, _blocks(common, h), params.value, source_cov.pool, None, h
-    )
+    common = _blocks(common, h)
+    value = _projection(source, C, common, params.value, source_cov.pool, None, h)
     centred = safe_sqrt(by)[:, None] * (source - _average(by, source)[None])
-    differences = _blocks(kernel_noise(params.key.kernel, None, centred), h)
-    output = params.output.kernel
+    differences = _blocks(numerics.kernel_noise(params.key.kernel, None, centred), h)
     kernels = output.mean.reshape(h, -1, output.shape[1])
     metric = kernels @ jnp.swapaxes(kernels, 1, 2) + _blocks(output.input_metric(), h)
     linked = queries @ jnp.sum(query.kernel * key.kernel, axis=2).T
-    drawn = heads.split_heads(drawn, h)
-    return _Head(query, key, value, differences, metric, drawn, linked, attending.mask)
+    drawn = rules.split_heads(drawn, h)
+    return _Head(query, key, value, differences, metric, drawn, linked, mask)
 
 
 def _projection(
@@ -215,15 +206,15 @@ def _projection(
     `features` is C, or its diagonal, and `by_mean` (H, K, K) what the kernel's mean makes of it.
     `weights` (T,) are those of the tokens in the sum of squares.
     """
-    kernels = heads.split_heads(layer.kernel.mean, h)
+    kernels = rules.split_heads(layer.kernel.mean, h)
     if by_mean is None:
         by_mean = jax.vmap(lambda each: numerics.gram(each.T, features))(kernels)
-    by_input = kernel_noise(layer.kernel, features, jnp.zeros_like(mean[:1]))
+    by_input = numerics.kernel_noise(layer.kernel, features, jnp.zeros_like(mean[:1]))
     return Projection(
-        heads.rotate(heads.split_heads(layer.mean_output(mean), h), turn),
+        rules.rotate(rules.split_heads(layer.mean_output(mean), h), turn),
         kernels,
         by_mean + _blocks(by_input, h),
-        _blocks(kernel_noise(layer.kernel, None, safe_sqrt(weights)[:, None] * mean), h),
+        _blocks(numerics.kernel_noise(layer.kernel, None, safe_sqrt(weights)[:, None] * mean), h),
         _blocks(bias_cov(layer.bias, layer.kernel.shape[1], mean.dtype), h),
     )
 
@@ -289,7 +280,7 @@ def _one_head(head: _Head, sequence: _Sequence, order: int) -> _Output:
     g = jnp.ones_like(p)
     if order == 2:  # law of total variance
         found = nonnegative(tg.diagonal_of(G))
-        g, _ = heads.kept_jacobian(found, W @ tg.diagonal_of(V), tg.diagonal_of(aa))
+        g, _ = rules.kept_jacobian(found, W @ tg.diagonal_of(V), tg.diagonal_of(aa))
         G = tg.bound(g[:, None] * G * g[None, :], g * safe_sqrt(found))
 
     Q = (p * g)[:, None] * A * (p * g)[None, :]
@@ -297,13 +288,12 @@ def _one_head(head: _Head, sequence: _Sequence, order: int) -> _Output:
     BQ, QB, QWB = B_ * WQW, QW * WB, Q * WBW
     half = v.T @ (0.5 * (BQ @ v) - QB.T @ a)  # Y = a^T QB v
     C = half + half.T + a.T @ tg.factored(QWB) @ a
-    n = (
-        jnp.sum(BQ * N_) - 2 * jnp.sum(QB * WN) + tg.total(QWB * WNW)
-    )  # the same of the noise, tr M C
+    # The same of the noise, tr M C.
+    n = jnp.sum(BQ * N_) - 2 * jnp.sum(QB * WN) + tg.total(QWB * WNW)
     if order == 2:  # no more than the values' variance under the weights, in every token at once
-        most = p @ safe_sqrt(heads.left_within(W @ v**2, a**2))
+        most = p @ safe_sqrt(rules.left_within(W @ v**2, a**2))
         C = jnp.clip(C, -most[:, None] * most[None, :], most[:, None] * most[None, :])
-        most = p @ safe_sqrt(heads.left_within(W @ tg.diagonal_of(noise), tg.diagonal_of(WNW)))
+        most = p @ safe_sqrt(rules.left_within(W @ tg.diagonal_of(noise), tg.diagonal_of(WNW)))
         n = jnp.minimum(n, most**2)
     C = C + safe_divide(nonnegative(n), jnp.sum(value.by_input * M)) * value.by_input
 
