@@ -161,9 +161,7 @@ def _core(propagator: Propagator, node: Node) -> Core | None:
         layers = None not in parts and _each_used_once(nodes, parts)
         found = _layout(node, side, weights, scores, parts) if layers else None
         of_layers = False
-        if (
-            found is not None
-        ):  # in `Diagonal` heads may share columns: entries are independent anyway
+        if found is not None:  # in `Diagonal` heads may share columns: its entries are independent
             _, key, value = found[0].parts
             apart = propagator.structure.entrywise or not found[0].shares_columns
             of_layers = key.x.mean is value.x.mean and apart
@@ -173,8 +171,19 @@ def _core(propagator: Propagator, node: Node) -> Core | None:
             features.append((*axes[2].batch, *axes[2].free))
             parts = [identity(propagator, *x) for x in zip(nodes, features, strict=True)]
             found = _layout(node, side, weights, scores, parts)
-        core = None if found is None else _read(propagator, weights, scores, *found)
-        return core if core is None or of_layers else _side_by_side(propagator, node, core)
+        if found is None:
+            return None
+        core, *tables = found
+        width = core.columns[0].shape[1]
+        if node not in propagator.softmaxes:  # else from before the pass started again
+            propagator.softmaxes[node] = _softmax(propagator, weights, scores, width, *tables)
+        if propagator.softmaxes[node] is None or core.columns[2].shape[1] != width:
+            return None
+        factor, rows = propagator.softmaxes[node]
+        query, *others = core.parts
+        query = query if factor == 1 else query.times(factor)
+        core = replace(core, parts=(query, *others), rows=rows)
+        return core if of_layers else _side_by_side(propagator, node, core)
     return None
 
 
@@ -240,18 +249,15 @@ def _each_used_once(nodes: tuple[Node, ...], parts: list[Projection]) -> bool:
     return True
 
 
-def _read(
-    propagator: Propagator, weights: Node, scores: Node, core: Core, at_scores: Places,
+def _softmax(
+    propagator: Propagator, weights: Node, scores: Node, width: int, at_scores: Places,
     at_weights: Places,
-) -> Core | None:  # fmt: skip
-    """Mask and scale, read off the values of the weights; None if these are no softmax of the scores."""
+) -> tuple[float, Rows] | None:  # fmt: skip
+    """Scale, times sqrt(width), and mask, read off the weights' values; None if they are no softmax."""
     odd = regions.misfit(weights, scores, regions.SOFTMAX)
     if odd is not None:
         what = f"attention with `{odd.op}` between its scores and its weights"
         raise refuse(what, odd.source, f"Without it, attention has a rule; or {LINEARISE}.")
-    width = core.columns[0].shape[1]
-    if core.columns[2].shape[1] != width:
-        return None
     zero = np.zeros(scores.shape, scores.dtype)
     x = np.random.default_rng(0).normal(size=scores.shape).astype(scores.dtype).astype(float)
     flat, noisy, large = (
@@ -292,10 +298,8 @@ def _read(
     elif (allowed == allowed[:1]).all():
         same = (allowed == allowed[:1, :1]).all()
         rows = rows._replace(mask=jnp.asarray(allowed[0, :1] if same else allowed[0]))
-    query, *others = core.parts
     factor = scale * width**0.5
-    query = query if abs(factor - 1) < min(1e3 * eps, 0.01) else query.times(factor)
-    return replace(core, parts=(query, *others), rows=rows)
+    return 1.0 if abs(factor - 1) < min(1e3 * eps, 0.01) else factor, rows
 
 
 def _same_for_all(

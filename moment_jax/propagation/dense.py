@@ -115,8 +115,7 @@ def _dense(propagator: Propagator, node: Node) -> Moments | None:
 def _with_kernel(propagator: Propagator, node: Node) -> Node:
     """The product with a kernel that is a function of weights alone, such as a normalised one.
 
-    What that function's moments say of the kernel is a belief about it: with all covariances in `Full`,
-    of independent entries in other structures.
+    Its moments are a belief about it: of independent entries in all structures but `Full`.
     """
     if len(node.nodes) < 2 or not independent(*node.operands):
         return node
@@ -334,15 +333,16 @@ def _tied(propagator: Propagator, node: Node) -> Moments | None:
     if not node.tied:
         return None
     known = regions.BY_ROW - {"argmax"} | {"dot_general", "concatenate", "belief", "pad"}
-    reading, found = next(readings(node), None) if node.op == "dot_general" else None, None
-    if reading is not None:
+    found = None
+    for reading in readings(node) if node.op == "dot_general" else ():
         _, value, weight, own, other = reading
         same = (w for w in weights_in(value) if overlap([w], [weight]))
         differentiable = all(n.op in known for n in regions.between(value, []))
         batch = any(value.shape[i] > 1 for i in own.batch)
         if differentiable and not batch and all(w.posterior is weight.posterior for w in same):
             found = read_dense(propagator, node)
-    if reading is None or found is None:
+        break
+    if found is None:
         raise refuse(
             f"`{node.op}` of random {shapes(node.operands)}, one of them a weight on which another "
             "depends",

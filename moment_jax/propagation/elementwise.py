@@ -158,36 +158,54 @@ def recognised(found: Univariate, node: Node) -> tuple[str, Transform | Pieces, 
 
     The transform of a linear function is its only piece.
     """
+    if found.key not in _LOOKED_AT:
+        _LOOKED_AT[found.key] = _looked_at(found)
+    name, told = _LOOKED_AT[found.key]
     gaussian = "its input Gaussian"
+    if name == "gelu":
+        return name, expectations.gelu, gaussian
+    if name == "a function that jumps":
+        raise no_rule(node, name)
+    if name == "quadrature":
+        bent, num_nodes, width = told
+        if num_nodes is None:
+            return name, partial(_quadrature, found.fn), gaussian
+        if width < 2:
+            gaussian += f", of sd up to {width:g}: beyond it the function is too narrow"
+        options = {"num_nodes": num_nodes, "bends": bent}
+        return name, partial(expectations.elementwise, found.fn, **options), gaussian
+    bends, slopes, value, steps = told
+    if steps:
+        return "steps", lambda m, v: with_jumps(m, v, *told), gaussian
+    if not bends:
+        return "linear", told, ""
+    if (bends, slopes, value) == ([0.0], [0.0, 1.0], 0.0):
+        return "relu", expectations.rectified, gaussian
+    fn = expectations.piecewise_linear
+    return "piecewise linear", lambda m, v: fn(m, v, bends, slopes, value), gaussian
+
+
+_LOOKED_AT: dict[Any, tuple[str, Any]] = {}  # by key, because networks repeat their functions
+
+
+def _looked_at(found: Univariate) -> tuple[str, Any]:
+    """What the values of a function tell: its name, and its pieces or the nodes that resolve it."""
     if found.operations <= GELU and not found.operations <= RATIONAL:
         x = np.concatenate([np.linspace(-6, 6, 49), np.geomspace(8, 1e4, 12)])
         x = found.rounded(np.concatenate([-x, x]))
         expected = [t / 2 * math.erfc(-t / math.sqrt(2)) for t in x]
         if np.allclose(at(found.fn, x, found), expected, atol=min(32 * found.eps, 0.02)):
-            return "gelu", expectations.gelu, gaussian
+            return "gelu", None
     places = breaks(found)
     if places is not None and found.operations <= RATIONAL | BENDING:
         pieces = pieces_of(found, places)
         if pieces is not None:
-            bends, slopes, value, steps = pieces
-            if steps:
-                return "steps", lambda m, v: with_jumps(m, v, *pieces), gaussian
-            if not bends:
-                return "linear", pieces, ""
-            if (bends, slopes, value) == ([0.0], [0.0, 1.0], 0.0):
-                return "relu", expectations.rectified, gaussian
-            fn = expectations.piecewise_linear
-            return "piecewise linear", lambda m, v: fn(m, v, bends, slopes, value), gaussian
+            return "pieces", pieces
     if jumps_at(found, places):
-        raise no_rule(node, "a function that jumps")
+        return "a function that jumps", None
     bent = not found.operations.isdisjoint(BENDING)
-    num_nodes, width = resolving(found.fn, found.source.dtype, bends=bent, eps=found.eps)
-    if num_nodes is None:
-        return "quadrature", partial(_quadrature, found.fn), gaussian
-    if width < 2:
-        gaussian += f", of sd up to {width:g}: beyond it the function is too narrow"
-    options: Any = {"num_nodes": num_nodes, "bends": bent}
-    return "quadrature", partial(expectations.elementwise, found.fn, **options), gaussian
+    found_nodes = resolving(found.fn, found.source.dtype, bends=bent, eps=found.eps)
+    return "quadrature", (bent, *found_nodes)
 
 
 def _quadrature(fn: Callable[[Array], Array], mean: Array, variance: Array) -> ElementwiseMoments:

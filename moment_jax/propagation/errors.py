@@ -59,7 +59,7 @@ def where(sources: tuple[Any, ...]) -> str:
 
 
 _INNER = (
-    "/jax/", "/flax/", "/einops/", "/moment_jax/propagation/", "/moment_jax/nn/any_model", sys.prefix,
+    "/jax/", "/flax/", "/einops/", "/moment_jax/propagation/", "/moment_jax/nn/bayesian", sys.prefix,
     sysconfig.get_path("stdlib"),
 )  # fmt: skip
 

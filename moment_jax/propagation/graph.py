@@ -318,8 +318,7 @@ class Recorder:
     def _looped(self, eqn: Any, consts: Any, state: list[Value], over: Any) -> Node | None:
         """All steps of a scan but the first as one loop, if that is possible.
 
-        The first step is the graph's own: it shows the layout, the pool and the form of the structure in
-        which the others carry the only random array.
+        The first shows in which layout, pool and form the others carry the only random array.
         """
         length = eqn.params["length"]
         simple = len(state) == 1 and isinstance(state[0], Node) and length > 2 and not self.unrolls

@@ -52,8 +52,8 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
         mean, cov = softmax(x.mean, x.cov)
         slope = mean[:, :, None] * (jnp.eye(mean.shape[1])[None] - mean[:, None, :])
         return x.changed(mean, cov, node.shape, lambda cross: cross.map_each(slope))
-    mean, cov, _, _, weights = logsumexp(x.mean, x.cov)
-    parent = x, lambda cross: cross.map_each(weights[:, :, None])
+    mean, cov, slope = logsumexp(x.mean, x.cov, centred=False)
+    parent = x, lambda cross: cross.map_each(slope)
     return arrays.made(mean, cov, arrays.numbered(node.shape), parent)
 
 
@@ -73,7 +73,10 @@ def _found(node: Node) -> tuple[Node, Axes, Axes, Any] | None:
         def consists(operations: set[str], source: Node = source) -> bool:
             return regions.misfit(node, source, operations) is None
 
-        kind = recognised_rows(fn, rows.shape, source.dtype, consists)
+        key = regions.signature(node, source), source.shape, axes
+        if key not in _KINDS:
+            _KINDS[key] = recognised_rows(fn, rows.shape, source.dtype, consists)
+        kind = _KINDS[key]
         if kind is None and found is None:
             continue  # such as the exponentials inside a softmax
         if kind is None or (found is not None and isinstance(kind, np.ndarray)):
@@ -82,10 +85,12 @@ def _found(node: Node) -> tuple[Node, Axes, Axes, Any] | None:
     return found
 
 
+_KINDS: dict[Any, Any] = {}  # of functions by rows: networks repeat them
+
+
 def _log_softmax(x: Sequence, node: Node) -> Moments:
-    _, _, mean, cov, weights = logsumexp(x.mean, x.cov)
-    centred = jnp.eye(mean.shape[1])[None] - weights[:, :, None]
-    return x.changed(mean, cov, node.shape, lambda cross: cross.map_each(centred))
+    mean, cov, slope = logsumexp(x.mean, x.cov, centred=True)
+    return x.changed(mean, cov, node.shape, lambda cross: cross.map_each(slope))
 
 
 def log_probabilities(propagator: Propagator, node: Node) -> Moments | None:
@@ -247,19 +252,20 @@ def _of_row(mean: Array, cov: Array) -> tuple[Array, Array, Array]:
     return jax.nn.logsumexp(mean) + trace / 2, whole.mean, rest
 
 
-def logsumexp(mean: Array, cov: Any) -> tuple[Array, Any, Array, Any, Array]:
-    """Moments of logsumexp, (T, 1), and of the log-softmax, (T, C), over the last axis of (T, C).
+def logsumexp(mean: Array, cov: Any, *, centred: bool) -> tuple[Array, Any, Array]:
+    """Moments of logsumexp over the last axis of (T, C), or if centred of x less it, the log-softmax.
 
-    And E[softmax], (T, C), which is the expected derivative of the first.
-
-    Assumes that x is Gaussian. Between tokens, what is not linear in x correlates as the tokens squared.
+    And their expected derivatives, (T, C, 1) or (T, C, C). Assumes that x is Gaussian. Between tokens,
+    what is not linear in x correlates as the tokens squared.
     """
     total, weights, rest = jax.vmap(_of_row)(mean, cov.token_blocks())
     root = safe_sqrt(jnp.maximum(rest, 0))
     bent = root[:, None] * correlation_of(cov.token_gram()) ** 2 * root[None]
     rest = type(cov).project(bent[:, None, :, None])
-    own = cov.map_each(weights[:, :, None]).add(rest)
+    slope = weights[:, :, None]
+    if not centred:
+        return total[:, None], cov.map_each(slope).add(rest), slope
     c = mean.shape[1]
-    centred = cov.map_each(jnp.eye(c, dtype=mean.dtype)[None] - weights[:, :, None])
-    centred = centred.add(rest.map_features(jnp.ones((1, c), mean.dtype)))
-    return total[:, None], own, mean - total[:, None], centred, weights
+    slope = jnp.eye(c, dtype=mean.dtype)[None] - slope
+    own = cov.map_each(slope).add(rest.map_features(jnp.ones((1, c), mean.dtype)))
+    return mean - total[:, None], own, slope

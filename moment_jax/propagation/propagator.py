@@ -45,6 +45,7 @@ class Propagator:
     found: dict[Node, Moments] = dataclasses.field(default_factory=dict)
     known: dict[Any, tuple[Any, Moments]] = dataclasses.field(default_factory=dict)  # if certain
     bases: dict[Any, Base] = dataclasses.field(default_factory=dict)  # of weights
+    softmaxes: dict[Node, Any] = dataclasses.field(default_factory=dict)  # of attentions
     crosses: dict[tuple[Base, Base], Any] = dataclasses.field(default_factory=dict)
 
     def run(self, one_pass: Callable[["Propagator"], Moments]) -> Moments:
@@ -69,7 +70,7 @@ class Propagator:
     def pool_read(self, t: int, mask: Array | None) -> Array | None:
         """The pool of sequences of T tokens for what the output reads of them; None if that is even.
 
-        And None under a mask if the output has several tokens, which may not look at each other.
+        Under a mask also if the output has several tokens, which may not look at each other.
         """
         several = math.prod(self.output.shape[:-1]) > 1
         if (several and mask is not None) or self.reads is None:

@@ -188,6 +188,20 @@ def misfit(node: Node, source: Node, operations: set[str]) -> Node | None:
     return None
 
 
+def signature(node: Node, source: Node) -> Any:
+    """What tells functions of an array from others: their operations, and the numbers in them."""
+    inside = between(node, [source])
+    index = {n: i for i, n in enumerate([source, *inside])}
+
+    def told(x: Any) -> Any:
+        if isinstance(x, Node):
+            return index[x]
+        number = arrays.uniform(x)
+        return np.asarray(x).tobytes() if number is None else number.item()
+
+    return source.dtype, *((n.op, str(n.params), n.dtype, *map(told, n.operands)) for n in inside)
+
+
 class Univariate(NamedTuple):
     """An elementwise image of an array."""
 
@@ -197,6 +211,7 @@ class Univariate(NamedTuple):
     """On which side of each of its comparisons, steps and bends a number lies, (N,)."""
     operations: set[str]
     eps: float  # of the least precise operation
+    key: Any  # the same for functions of the same operations on the same numbers
 
     def rounded(self, x: Any) -> np.ndarray:
         """Numbers in the source's precision."""
@@ -208,6 +223,7 @@ class Univariate(NamedTuple):
             fn=lambda x: self.fn(inner(x)),
             sides=lambda x: self.sides(inner(x)),
             operations=self.operations | {operation},
+            key=(self.key, operation),
         )
 
 
@@ -248,7 +264,8 @@ def univariate(node: Node) -> Univariate | None:
 
     kinds = [n.dtype for n in (source, *inside) if jnp.issubdtype(n.dtype, jnp.floating)]
     eps = max(float(jnp.finfo(kind).eps) for kind in kinds)
-    return Univariate(source, fn, sides, {n.op for n in inside}, eps)
+    key = signature(node, source)
+    return Univariate(source, fn, sides, {n.op for n in inside}, eps, key)
 
 
 def all_uniform(node: Node) -> bool:
