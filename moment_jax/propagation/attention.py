@@ -14,12 +14,12 @@ from moment_jax.covariance.token_gram import pool_seen
 from moment_jax.layers.attention import attention_with_carry
 from moment_jax.layers.dense import dense
 from moment_jax.layers.params import AttentionParams, DenseParams
-from moment_jax.posterior import Factorized, OutputShared, Point
+from moment_jax.posterior import Factorized, OutputShared, Point, Posterior
 from moment_jax.propagation import arrays, regions
-from moment_jax.propagation.arrays import Axes, Moments, Places
-from moment_jax.propagation.dense import Projection, identity, projection, rotated
+from moment_jax.propagation.arrays import Moments, Places
+from moment_jax.propagation.dense import Projection, identity, projection, readings
 from moment_jax.propagation.errors import LINEARISE, refuse
-from moment_jax.propagation.graph import Node, as_weight, weights_in
+from moment_jax.propagation.graph import Node, weights_in
 from moment_jax.propagation.joins import combined
 from moment_jax.propagation.propagator import Pooled, Propagator, pattern
 from moment_jax.propagation.weights import Weight, overlap, select
@@ -61,46 +61,34 @@ def _attention(propagator: Propagator, node: Node) -> Moments | None:
         return None
     core = _core(propagator, node)
     if core is not None:
-        kernel = Point(jnp.eye(core.width, dtype=core.parts[0].x.mean.dtype))
-        return _moments(propagator, node, core, DenseParams(kernel), core.places)
-    for side in (0, 1):
-        weight, value = as_weight(node.operands[1 - side]), node.operands[side]
-        if weight is None or overlap(weights_in(value), [weight]):
-            continue
+        kernel: Any = Point(jnp.eye(core.width, dtype=core.parts[0].x.mean.dtype))
+        return _moments(propagator, node, core, kernel, core.places)
+    for side, value, weight, own, other in readings(node):
         core = regions.through_views(value, partial(_core, propagator))
-        if core is not None:
-            return _projected(propagator, node, core, weight, side)
+        tied = overlap(weights_in(value), [weight])
+        if core is None or tied or any(core.shape[i] > 1 for i in own.batch):
+            continue
+        # It has to take the features of each token in one order.
+        rows = arrays.as_rows(core.places, own.free, own.contracted)
+        features = rows[0] + np.arange(len(rows))[:, None] * core.width
+        if rows.shape[1] == core.width and np.array_equal(rows, features):
+            entries = arrays.as_rows(weight.places, other.contracted, other.free)
+            kernel = select(weight.posterior, entries[np.argsort(rows[0])])
+            places = arrays.in_product(node, side, arrays.numbered(node.shape))
+            return None if kernel is None else _moments(propagator, node, core, kernel, places)
     return None
 
 
-def _projected(
-    propagator: Propagator, node: Node, core: Core, weight: Weight, side: int
-) -> Moments | None:
-    """Attention with this output projection, if it takes the features of each token in one order."""
-    own, other = arrays.factors(node)[side], arrays.factors(node)[1 - side]
-    if any(core.shape[i] > 1 for i in own.batch):
-        return None
-    rows = arrays.as_rows(core.places, own.free, own.contracted)
-    first = np.arange(len(rows))[:, None] * core.width
-    if not np.array_equal(rows, first + rows[0]) or rows.shape[1] != core.width:
-        return None
-    of_features = arrays.as_rows(weight.places, other.contracted, other.free)
-    kernel = select(weight.posterior, of_features[np.argsort(rows[0])])
-    if kernel is None:
-        return None
-    places = arrays.in_product(node, side, np.arange(node.size))
-    return _moments(propagator, node, core, DenseParams(kernel), places)
-
-
 def _moments(
-    propagator: Propagator, node: Node, core: Core, output: DenseParams, places: Places
+    propagator: Propagator, node: Node, core: Core, kernel: Posterior, places: Places
 ) -> Moments | None:
+    """Moments of attention with this output projection."""
     query, key, value = core.parts
     (mask, level, *_), x, source = core.rows, query.x, key.x
     own = x.mean is source.mean
     # Nothing is hidden by order where each looks at whom it is seen by, as in a batch of sequences.
     mutual = arrays.is_known(mask) and mask.ndim == 2 and np.array_equal(mask, np.transpose(mask))
-    if own and propagator.awaits_pool:
+    if own and propagator.pool is None and propagator.structure.pools:
         pool = propagator.pool_read(len(x.mean), mask)
         if pool is not None:
             raise Pooled(pool, True)
@@ -112,25 +100,23 @@ def _moments(
     layers: Any = [part.params(c) for part, c in zip(core.parts, core.columns, strict=True)]
     if None in layers:
         return None  # no family for these columns
+    of_query, of_key, of_value = layers
+    params = AttentionParams(of_query, of_key, of_value, DenseParams(kernel))
     rotation = query.rotation
     if level is not None:  # no score without a query
-        k = core.columns[0].shape[1]
-        rotation = jnp.eye(k, dtype=x.mean.dtype)[None] if rotation is None else rotation
-        rotation = jnp.where(level[:, None, None], 0, rotation)
-
-    of_query, of_key, of_value = layers
-    params = AttentionParams(of_query, of_key, of_value, output)
+        unit = jnp.eye(core.columns[0].shape[1], dtype=x.mean.dtype)[None]
+        rotation = jnp.where(level[:, None, None], 0, unit if rotation is None else rotation)
     mean, cov, carried = attention_with_carry(
         x.mean, seen if own else x.cov, params, len(core.columns[0]), mask, 2,
         memory=None if own else (source.mean, seen), turns=(rotation, key.rotation),
     )  # fmt: skip
+    if level is not None:
+        mean, cov = _with_level_rows(core, kernel, mean, cov)
     parent: Any = x, carried
+    assumed = "input and weights independent"
     if not own and not isinstance(query.source, Node):
         parent = source, lambda cross: carried(None, cross)
-    if level is not None:
-        mean, cov = _with_level_rows(core, output, mean, cov)
-    assumed = "input and weights independent"
-    if not own and isinstance(query.source, Node):
+    elif not own:
         assumed += "; x and memory too"
         if overlap(weights_in(query.source), weights_in(key.source)):
             assumed += ", though x has attended to it before"
@@ -144,13 +130,13 @@ def _moments(
     return arrays.made(mean, cov, places, parent)
 
 
-def _with_level_rows(core: Core, output: DenseParams, mean: Any, cov: Any) -> tuple[Any, Any]:
+def _with_level_rows(core: Core, kernel: Posterior, mean: Any, cov: Any) -> tuple[Any, Any]:
     """The moments, with averages of the values in the rows that do not depend on the scores."""
     value, (_, level, lost, even) = core.parts[2], core.rows
     width = value.layer.kernel.shape[1]
     pick = jax.nn.one_hot(core.columns[2].ravel(), width, dtype=mean.dtype).T
     average, spread = dense(even @ value.x.mean, value.x.cov.map_tokens(even), value.layer)
-    average, spread = dense(average @ pick, spread.map_features(pick), output)
+    average, spread = dense(average @ pick, spread.map_features(pick), DenseParams(kernel))
     mean = jnp.where(level[:, None], average, mean)
     size = safe_sqrt(safe_divide(spread.variance(), cov.variance()))
     cov = cov.rescale(jnp.where(level[:, None], size, 1))
@@ -159,9 +145,7 @@ def _with_level_rows(core: Core, output: DenseParams, mean: Any, cov: Any) -> tu
 
 def _core(propagator: Propagator, node: Node) -> Core | None:
     """A product of attention weights and values, or None."""
-    if node.op != "dot_general":
-        return None
-    for side in (0, 1):
+    for side in (0, 1) if node.op == "dot_general" else ():
         weights, values = node.operands[side], node.operands[1 - side]
         if not isinstance(weights, Node) or isinstance(values, Weight):
             continue
@@ -173,40 +157,34 @@ def _core(propagator: Propagator, node: Node) -> Core | None:
             continue
         # As layers of one array, or else as one array in which all three stand side by side.
         nodes = (*scores.operands, values)
-        parts = [projection(propagator, x) for x in nodes]
-        layout = None
-        if None not in parts and _each_used_once(nodes, parts):
-            layout = _layout(node, side, weights, scores, parts)
-        of_layers = layout is not None and _of_one_array(propagator, layout[0])
+        parts: list[Any] = [projection(propagator, x) for x in nodes]
+        layers = None not in parts and _each_used_once(nodes, parts)
+        found = _layout(node, side, weights, scores, parts) if layers else None
+        of_layers = False
+        if found is not None:  # in `Diagonal` heads may share columns: its entries are independent
+            _, key, value = found[0].parts
+            apart = propagator.structure.entrywise or not found[0].shares_columns
+            of_layers = key.x.mean is value.x.mean and apart
         if not of_layers:
             axes = *arrays.factors(scores), arrays.factors(node)[1 - side]
             features = [(*a.batch, *a.contracted) for a in axes[:2]]
             features.append((*axes[2].batch, *axes[2].free))
-            parts = [_as_it_is(propagator, *x) for x in zip(nodes, features, strict=True)]
-            layout = _layout(node, side, weights, scores, parts)
-        core = None if layout is None else _read(propagator, weights, scores, *layout)
-        return core if core is None or of_layers else _side_by_side(propagator, node, core)
+            parts = [identity(propagator, *x) for x in zip(nodes, features, strict=True)]
+            found = _layout(node, side, weights, scores, parts)
+        if found is None:
+            return None
+        core, *tables = found
+        width = core.columns[0].shape[1]
+        if node not in propagator.softmaxes:  # else from before the pass started again
+            propagator.softmaxes[node] = _softmax(propagator, weights, scores, width, *tables)
+        if propagator.softmaxes[node] is None or core.columns[2].shape[1] != width:
+            return None
+        factor, rows = propagator.softmaxes[node]
+        query, *others = core.parts
+        query = query if factor == 1 else query.times(factor)
+        core = replace(core, parts=(query, *others), rows=rows)
+        return core if of_layers else _side_by_side(propagator, node, core)
     return None
-
-
-def _of_one_array(propagator: Propagator, core: Core) -> bool:
-    """Whether keys and values are layers of one array, and heads share no columns of any layer.
-
-    In `Diagonal` they may, for its entries are independent anyway.
-    """
-    _, key, value = core.parts
-    shared = core.shares_columns and not propagator.structure.entrywise
-    return key.x.mean is value.x.mean and not shared
-
-
-def _as_it_is(propagator: Propagator, value: Any, features: Axes) -> Projection:
-    """Any array as a layer of itself, rotated if it is; a certain one has these features."""
-
-    def rotation(n: Node) -> Projection | None:
-        return None if arrays.is_view(n) else rotated(n, partial(identity, propagator))
-
-    found = regions.through_views(value, rotation)
-    return identity(propagator, value, features) if found is None else found
 
 
 def _side_by_side(propagator: Propagator, node: Node, core: Core) -> Core:
@@ -223,31 +201,29 @@ def _side_by_side(propagator: Propagator, node: Node, core: Core) -> Core:
     base, _ = combined(propagator, node, placed)
     base.node = node
     whole = propagator.pooled(Moments(base, arrays.numbered(base.mean.shape)))
+    both = whole.sequence((0,), (1,))
     layer = DenseParams(Point(jnp.eye(ends[-1], dtype=base.mean.dtype)))
-    both, scale = whole.sequence((0,), (1,)), core.parts[0].layer.kernel.mean[0, 0]  # of the scores
-    parts = [replace(part, x=both, layer=layer) for part in core.parts]
-    parts[0] = parts[0].times(scale)
     columns = tuple(c + start for c, start in zip(core.columns, (0, *ends[:-1]), strict=True))
-    rows = core.rows
-    if queries != keys:  # further queries and keys, at which nobody looks
-        more, none = (0, count - queries), (0, 0)
-        beyond = (0, count - keys)
-        mask = jnp.ones((1, keys), bool) if rows.mask is None else rows.mask
-        mask = jnp.broadcast_to(mask, (len(core.columns[0]), queries, keys))
-        mask = jnp.pad(mask, (none, more, none), constant_values=True)
-        rows = rows._replace(mask=jnp.pad(mask, (none, none, beyond)))
-        if rows.level is not None:
-            level, lost = (jnp.pad(row, more) for row in (rows.level, rows.lost))
-            rows = Rows(rows.mask, level, lost, jnp.pad(rows.even, (more, beyond)))
-        rotations = [part.rotation for part in parts]
-        rotations = [
-            r if r is None else jnp.pad(r, ((0, count - len(r)), none, none)) for r in rotations
-        ]
-        parts = [replace(part, rotation=r) for part, r in zip(parts, rotations, strict=True)]
+
+    def more(array: Any, *sizes: int) -> Any:
+        """The array with zeros beyond its ends, for further queries and keys."""
+        if array is None or queries == keys:
+            return array
+        wide = zip(array.shape, (*sizes, *array.shape[len(sizes) :]), strict=False)
+        return jnp.pad(array, [(0, new - old) for old, new in wide])
+
+    parts = [replace(p, x=both, layer=layer, rotation=more(p.rotation, count)) for p in core.parts]
+    parts[0] = parts[0].times(core.parts[0].layer.kernel.mean[0, 0])  # the scale of the scores
+    mask = core.rows.mask
+    if queries != keys:  # nobody looks at further keys
+        seen = jnp.broadcast_to(True if mask is None else mask, (len(columns[0]), queries, keys))
+        seen = ~more(~seen, len(columns[0]), count)
+        mask = more(seen, len(columns[0]), count, count)
+    rows = Rows(mask, *(more(x, count, count) for x in core.rows[1:]))
     return replace(core, parts=tuple(parts), columns=columns, rows=rows)
 
 
-def _each_used_once(nodes: tuple[Node, ...], parts: list[Any]) -> bool:
+def _each_used_once(nodes: tuple[Node, ...], parts: list[Projection]) -> bool:
     """Whether queries, keys and values use no weight twice, nor one on which x depends."""
     before = [weights_in(part.source) for part in parts]
     starts = [part.source if isinstance(part.source, Node) else None for part in parts]
@@ -273,18 +249,15 @@ def _each_used_once(nodes: tuple[Node, ...], parts: list[Any]) -> bool:
     return True
 
 
-def _read(
-    propagator: Propagator, weights: Node, scores: Node, core: Core, at_scores: Places,
+def _softmax(
+    propagator: Propagator, weights: Node, scores: Node, width: int, at_scores: Places,
     at_weights: Places,
-) -> Core | None:  # fmt: skip
-    """Mask and scale, read off the values of the weights; None if these are no softmax of the scores."""
+) -> tuple[float, Rows] | None:  # fmt: skip
+    """Scale, times sqrt(width), and mask, read off the weights' values; None if they are no softmax."""
     odd = regions.misfit(weights, scores, regions.SOFTMAX)
     if odd is not None:
         what = f"attention with `{odd.op}` between its scores and its weights"
         raise refuse(what, odd.source, f"Without it, attention has a rule; or {LINEARISE}.")
-    width = core.columns[0].shape[1]
-    if core.columns[2].shape[1] != width:
-        return None
     zero = np.zeros(scores.shape, scores.dtype)
     x = np.random.default_rng(0).normal(size=scores.shape).astype(scores.dtype).astype(float)
     flat, noisy, large = (
@@ -296,7 +269,15 @@ def _read(
         used = np.where(rows.level[:, None], 0, used)
     allowed = rows.mask
     noisy = np.where(np.isnan(noisy), 1 / noisy.shape[-1], noisy)
-    scale = _scale(used, noisy, allowed, width)
+
+    def centred(a: np.ndarray) -> np.ndarray:
+        total = np.where(allowed, a, 0).sum(-1, keepdims=True)
+        return np.where(allowed, a - total / np.maximum(allowed.sum(-1, keepdims=True), 1), 0)
+
+    # The factor of the scores in the softmax, by regression of the log weights on the scores.
+    dx, dw = centred(used), centred(np.log(np.where(allowed, noisy, 1.0)))
+    square = float((dx**2).sum())
+    scale = float((dx * dw).sum()) / square if square > 0 else width**-0.5
     eps = float(jnp.finfo(scores.dtype).eps)
     for size, found in ((1, noisy), (16, large)):
         logits = np.where(allowed, size * scale * used, -np.inf)
@@ -305,38 +286,36 @@ def _read(
         found = np.where(np.isnan(found).any(-1, keepdims=True), expected, found)  # overflown
         if not np.allclose(found, expected, atol=min(1e4 * eps, 0.1)):
             return None  # biases of scores, sinks
-    both = [regions.compute([weights], {scores: s})[0] for s in (zero, x.astype(zero.dtype))]
-    if not all(map(arrays.is_known, both)):
+    inside = ((n, y) for n in regions.between(weights, [scores]) for y in n.operands)
+    traced = [(n, y) for n, y in inside if not (isinstance(y, Node) or arrays.is_known(y))]
+    if traced:
+        both = [regions.compute([weights], {scores: s})[0] for s in (zero, x.astype(zero.dtype))]
         rows = _rows(*(arrays.take(y, at_weights) for y in both))
-        if _same_for_all(propagator, weights, scores, at_scores):
+        if _same_for_all(propagator, traced, scores, at_scores):
             rows = rows._replace(mask=rows.mask[0, :1])
     elif allowed.all():
         rows = rows._replace(mask=None)
     elif (allowed == allowed[:1]).all():
         same = (allowed == allowed[:1, :1]).all()
         rows = rows._replace(mask=jnp.asarray(allowed[0, :1] if same else allowed[0]))
-    query, *others = core.parts
     factor = scale * width**0.5
-    query = query if abs(factor - 1) < min(1e3 * eps, 0.01) else query.times(factor)
-    return replace(core, parts=(query, *others), rows=rows)
+    return 1.0 if abs(factor - 1) < min(1e3 * eps, 0.01) else factor, rows
 
 
-def _same_for_all(propagator: Propagator, weights: Node, scores: Node, at_scores: Places) -> bool:
-    """Whether a mask that is not known while tracing is the same for all heads and queries."""
+def _same_for_all(
+    propagator: Propagator, masks: list[tuple[Node, Any]], scores: Node, at_scores: Places
+) -> bool:
+    """Whether masks that are not known while tracing are the same for all heads and queries."""
     row_of = np.empty(scores.size, int)  # of each score, its head and query
     heads, queries, keys = at_scores.shape
     row_of[at_scores.ravel()] = np.repeat(np.arange(heads * queries), keys)
-    for node in regions.between(weights, [scores]):
-        unknown = [x for x in node.operands if not isinstance(x, Node) and not arrays.is_known(x)]
-        if not unknown:
-            continue
+    for node, mask in masks:
         places = regions.follow(node, scores)
-        if places is None or any(np.shape(x) != tuple(node.shape) for x in unknown):
+        if places is None or np.shape(mask) != tuple(node.shape):
             return False
         row = row_of[places]
         varying = {i for i in range(row.ndim) if (row != row.take([0], i)).any()}
-        constant = (propagator.repeats.get(id(x), (x, set()))[1] for x in unknown)
-        if not all(varying <= axes for axes in constant):
+        if not varying <= propagator.repeats.get(id(mask), (mask, set()))[1]:
             return False
     return True
 
@@ -355,20 +334,8 @@ def _rows(flat: Any, noisy: Any) -> Rows:
     return Rows(mask, level[0], lost[0] | apart, xp.nan_to_num(flat[0]))
 
 
-def _scale(x: np.ndarray, weights: np.ndarray, allowed: np.ndarray, width: int) -> float:
-    """The factor of the scores in the softmax, by regression of the log weights on the scores."""
-
-    def centred(a: np.ndarray) -> np.ndarray:
-        total = np.where(allowed, a, 0).sum(-1, keepdims=True)
-        return np.where(allowed, a - total / np.maximum(allowed.sum(-1, keepdims=True), 1), 0)
-
-    dx, dw = centred(x), centred(np.log(np.where(allowed, weights, 1.0)))
-    total = float((dx**2).sum())
-    return float((dx * dw).sum()) / total if total > 0 else width**-0.5
-
-
 def _layout(
-    node: Node, side: int, weights: Node, scores: Node, parts: list[Any]
+    node: Node, side: int, weights: Node, scores: Node, parts: list[Projection]
 ) -> tuple[Core, Places, Places] | None:
     """Attention whose output is `node`, with the weights on this side of the product.
 
@@ -381,21 +348,19 @@ def _layout(
     own, other = arrays.factors(node)[side], arrays.factors(node)[1 - side]
     # Places of the scores and of the weights, (batch, rows, keys) of the product, like all that follows.
     at, entry = arrays.as_rows(shown, *own), arrays.as_rows(arrays.numbered(weights.shape), *own)
+    # The token and the columns of each row of the left and of the right factor of the scores.
     both = [p.decoded(*f) for p, f in zip(parts, arrays.factors(scores), strict=False)]
     batch, *rows = np.unravel_index(at, (*both[0][0].shape[:2], both[1][0].shape[1]))
-    # The token and the columns of the left and of the right factor of each score.
-    tokens, columns = zip(
-        *((t[batch, i, 0], c[batch, i]) for (t, c), i in zip(both, rows, strict=True)), strict=True
-    )
-    left, right = tokens
+    left, right = (t[batch, i, 0] for (t, _), i in zip(both, rows, strict=True))
     swapped = bool((left != left[..., :1]).any())
     if swapped or (left.shape[-1] == 1 and left.max() > right.max()):  # keys on the left
-        tokens, columns, parts = tokens[::-1], columns[::-1], [parts[1], parts[0], parts[2]]
-    query, key = tokens
-    heads, head = np.unique(columns[0][..., 0], return_inverse=True)
-    head = head.reshape(at.shape)
+        left, right, rows, both = right, left, rows[::-1], both[::-1]
+        parts = [parts[1], parts[0], parts[2]]
+    query, key = left, right
+    heads, head = np.unique(both[0][1][..., 0], return_inverse=True)
+    head = head.reshape(both[0][1].shape[:2])[batch, rows[0]]
     # A batch of sequences is one sequence, in which each looks at its own tokens: -1 elsewhere.
-    shape = len(heads), len(np.unique(query)), len(np.unique(key))
+    shape = len(heads), *(len(np.unique(t[..., 0])) for t, _ in both)
     full = shape[0] * shape[1] * at.shape[-1] == at.size and shape[2] % at.shape[-1] == 0
     if not full or key.max() >= shape[2] or query.max() >= shape[1]:
         return None
@@ -409,12 +374,12 @@ def _layout(
     if (table >= 0).sum() != at.size or not (by_row and by_key) or (first < 0).any():
         return None
     b, i, j = np.unravel_index(first, at.shape)
-    own_columns = value_columns[b, j]
-    if (value_columns != own_columns[head[:, 0, 0]][:, None]).any():
+    columns = [c[batch[b, i, j], row[b, i, j]] for (_, c), row in zip(both, rows, strict=True)]
+    columns.append(value_columns[b, j])
+    if (value_columns != columns[2][head[:, 0, 0]][:, None]).any():
         return None
-    width = own_columns.shape[-1]
+    width = columns[2].shape[-1]
     output = (query[..., 0] * len(heads) + head[..., 0])[..., None] * width + np.arange(width)
     output = arrays.in_product(node, side, output)
-    core = Core(tuple(parts), (*(c[b, i, j] for c in columns), own_columns), output, Rows(None))
     at_scores, at_weights = (np.where(table < 0, -1, x.ravel()[table]) for x in (at, entry))
-    return core, at_scores, at_weights
+    return Core(tuple(parts), tuple(columns), output, Rows(None)), at_scores, at_weights
