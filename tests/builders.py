@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from moment_jax.covariance import STRUCTURES, Covariance, Separable, register_fields
@@ -34,6 +35,14 @@ from moment_jax.posterior import (
 Array = jax.Array
 
 ALL_STRUCTURES = list(STRUCTURES.values())
+
+
+def quickly(structure: type[Covariance]) -> pytest.MarkDecorator:
+    """For laws that take long to compile: this structure, and in the slow part the others too."""
+    others = [pytest.param(s, marks=pytest.mark.slow) for s in ALL_STRUCTURES if s is not structure]
+    return pytest.mark.parametrize("structure", [structure, *others])
+
+
 KERNEL_FAMILIES = [Point, Factorized, OutputShared, KroneckerEigen, FullNormal]
 VECTOR_FAMILIES = [Point, Factorized, FullNormal]
 

@@ -9,8 +9,13 @@ import jax
 import pytest
 
 jax.config.update("jax_enable_x64", True)
-# Most of the time goes into compiling many tiny programs.
+# Most of the time goes into compiling programs. These settings save two thirds of it: in one piece, and
+# by XLA's older code generator, which later releases lack. `test_compiler_fault.py` has none of them.
 jax.config.update("jax_disable_most_optimizations", True)
+_FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
+if jax.__version_info__ < (0, 11):
+    _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
 
 # Tracing allocates many long-lived objects. Collecting garbage less often saves about a tenth of the CPU
 # time.

@@ -56,11 +56,11 @@ def test_transformations_may_put_anything_in_the_fields(structure):
     """`vmap` over any axis, derivatives, and `None` or axis numbers instead of arrays."""
     cov = random_cov(jax.random.key(0), structure, (T, D))
     axes = jax.tree.map(lambda _: 0, cov)
-    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), cov)
+    stacked = jax.tree.map(lambda leaf: np.stack([leaf, leaf]), cov)
     for axis in (0, 1, -1):
         turned = jax.eval_shape(jax.vmap(lambda c: c, in_axes=(axes,), out_axes=axis), stacked)
         assert jax.tree.structure(turned) == jax.tree.structure(cov)
-    slopes = jax.jacfwd(lambda c: c.rescale(jnp.full((T, D), 2.0)))(cov)
+    slopes = jax.eval_shape(jax.jacfwd(lambda c: c.rescale(jnp.full((T, D), 2.0))), cov)
     assert jax.tree.map(lambda _: None, slopes) is not None
     assert jax.tree.map(lambda leaf: leaf.shape, stacked) is not None
     assert type(cov)(*jax.tree.leaves(stacked)).shape  # a batch, made by hand

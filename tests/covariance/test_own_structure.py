@@ -21,8 +21,6 @@ from tests.builders import (
     tiny_vision,
 )
 
-pytestmark = pytest.mark.slow
-
 KEYS = jax.random.split(jax.random.key(8), 4)
 BLOCK = random_block(KEYS[0], 4, 6, 0.3)
 X = jax.random.normal(KEYS[1], (4, 4))
@@ -46,6 +44,7 @@ class Halves(mj.Covariance):
         return self.cov
 
 
+@pytest.mark.slow
 def test_a_structure_that_loses_nothing_is_full():
     """Two tokens, one pair: block, gradient and batch."""
     noise = random_dense(KEYS[2], (2, 4), 0.3)
@@ -86,10 +85,16 @@ def test_propagate_and_modules_take_it():
     def fn(params, x):
         return x + jax.nn.silu(x @ params["gate"]) * (x @ params["value"])
 
-    ours, full = (mj.propagate(fn, structure=s)(params, X[:2])[1] for s in (Pairs, mj.Full))
-    assert_close(ours.to_dense(), full.to_dense())
+    @jax.jit
+    def both(params):
+        return [
+            mj.propagate(fn, structure=s)(params, X[:2])[1].to_dense() for s in (Pairs, mj.Full)
+        ]
+
+    assert_close(*both(params))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("ranks_of_a_user")
 def test_a_vision_transformer_takes_it():
     """Taking the noise of two halves as uncorrelated moves each logit's sd by a ninth on average."""

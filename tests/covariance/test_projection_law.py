@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moment_jax.covariance import Covariance, Full, Separable
+from moment_jax.covariance import Covariance, Diagonal, Full, Separable
 from tests.builders import (
     ALL_STRUCTURES,
     KERNEL_FAMILIES,
@@ -19,6 +19,7 @@ from tests.builders import (
     random_dense,
     random_kernel,
     random_psd,
+    stacked,
 )
 
 SHAPE = (4, 5)
@@ -190,31 +191,48 @@ def test_eager_equals_compiled_in_float32(structure: type[Covariance]):
 @structures
 def test_queries_equal_the_dense_ones(structure: type[Covariance]):
     cov = random_cov(KEYS[11], structure, SHAPE)
-    dense = cov.to_dense()
-    blocks = jnp.einsum("tdte->tde", dense)
     assert cov.shape == SHAPE
-    assert_close(cov.variance(), jnp.einsum("tdtd->td", dense))
-    assert_close(cov.token_blocks(), blocks)
-    assert_close(cov.token_gram(), jnp.einsum("tdsd->ts", dense))
+
+    @jax.jit
+    def queries(cov):
+        return cov.to_dense(), cov.variance(), cov.token_blocks(), cov.token_gram()
+
+    dense, variance, blocks, gram = map(np.asarray, queries(cov))
+    assert_close(variance, np.einsum("tdtd->td", dense))
+    assert_close(blocks, np.einsum("tdte->tde", dense))
+    assert_close(gram, np.einsum("tdsd->ts", dense))
 
 
 @pytest.mark.parametrize("landmarks", [None, 3])
 @structures
 def test_queries_of_a_batch_are_those_of_its_members(structure: type[Covariance], landmarks):
     """However many leading axes it has."""
-    members = [random_cov(key, structure, SHAPE).at_landmarks(landmarks) for key in KEYS[8:]]
+
+    @jax.jit
+    def queries(cov):
+        names = "to_dense", "token_blocks", "token_gram", "variance", "sd"
+        return [getattr(cov, name)() for name in names]
+
+    @jax.jit
+    def members(dense):
+        return [structure.project(each).at_landmarks(landmarks) for each in dense]
+
+    each = members([random_dense(key, SHAPE) for key in KEYS[8:]])
+    alone = stacked([queries(cov) for cov in each])
     for lead in ((4,), (2, 2)):
-        batch = jax.tree.map(lambda *x: jnp.stack(x).reshape(*lead, *x[0].shape), *members)  # noqa: B023
+        batch = jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), stacked(each))  # noqa: B023
         assert batch.shape == (*lead, *SHAPE)
-        for query in ("to_dense", "token_blocks", "token_gram", "variance", "sd"):
-            alone = jnp.stack([getattr(cov, query)() for cov in members])
-            assert_close(getattr(batch, query)(), alone.reshape(*lead, *alone.shape[1:]))
+        for found, expected in zip(queries(batch), alone, strict=True):
+            assert_close(found, expected.reshape(*lead, *expected.shape[1:]))
 
 
 @structures
 def test_projection_of_a_member_is_the_member(structure: type[Covariance]):
     cov = random_cov(KEYS[11], structure, SHAPE)
-    assert_close(structure.project(cov.to_dense()).to_dense(), cov.to_dense())
+    dense, again = jax.jit(lambda c: (c.to_dense(), structure.project(c.to_dense()).to_dense()))(
+        cov
+    )
+    assert_close(again, dense)
 
 
 @structures
@@ -222,12 +240,17 @@ def test_zeros_shared_and_independent(structure: type[Covariance]):
     assert not structure.zeros(SHAPE).to_dense().any()
     assert structure.zeros(SHAPE).dtype == jnp.float32
     vector = random_psd(KEYS[9], 5)
-    shared = jnp.broadcast_to(vector[None, :, None, :], (*SHAPE, *SHAPE))
-    expected = structure.project(shared).to_dense()
-    assert_close(structure.zeros(SHAPE, float).bias_noise(vector).to_dense(), expected)
-    variance = jax.random.uniform(KEYS[9], SHAPE)
-    independent = jnp.diag(variance.ravel()).reshape(*SHAPE, *SHAPE)
-    assert_close(structure.independent(variance).to_dense(), independent)
+    shared = np.broadcast_to(np.asarray(vector)[None, :, None, :], (*SHAPE, *SHAPE))
+    variance = np.random.default_rng(0).uniform(size=SHAPE)
+
+    @jax.jit
+    def dense(vector, shared, variance):
+        noisy = structure.zeros(SHAPE, float).bias_noise(vector), structure.project(shared)
+        return [cov.to_dense() for cov in (*noisy, structure.independent(variance))]
+
+    found, expected, independent = dense(vector, shared, variance)
+    assert_close(found, expected)
+    assert_close(independent, np.diag(variance.ravel()).reshape(*SHAPE, *SHAPE))
 
 
 @structures
@@ -255,3 +278,66 @@ def test_dense_shapes_are_checked():
     for structure in ALL_STRUCTURES:
         with pytest.raises(ValueError, match=r"\(T, D, T, D\)"):
             structure.project(jnp.zeros((4, 5)))
+
+
+# -- Cov[x, z]: what it becomes by operations on z is the projection of the dense one -----------------
+
+OTHER = jax.random.normal(KEYS[2], (5, 5))
+GAIN_OF_EACH = jax.random.normal(KEYS[1], (1, 5))
+TOKENS = jax.random.uniform(KEYS[2], (4, 4))
+ROWS, COLUMNS = np.array([1, 0, -1, 3]), np.array([4, -1, 0, 1, 1])
+CARRIED = {  # functions of Cov[x, x]
+    "itself": lambda c: c,
+    "kernel": lambda c: c.map_features(SQUARE),
+    "three kernels": lambda c: c.map_features(SQUARE).rescale(GAIN_OF_EACH).map_features(
+        OTHER
+    ).map_features(SQUARE),
+    "each": lambda c: c.map_each(jnp.broadcast_to(SQUARE, (4, 5, 5))),
+    "tokens": lambda c: c.map_tokens(TOKENS),
+    "heads": lambda c: c.map_heads(jnp.broadcast_to(TOKENS, (5, 4, 4))),
+    "columns": lambda c: c.take(np.arange(4), COLUMNS),
+    "rows": lambda c: c.take(ROWS, np.arange(5)),
+    "both sides": lambda c: c.map_features(SQUARE).T.rescale(GAIN_OF_EACH).map_features(OTHER).T,
+    "a sum": lambda c: c.add(c.map_features(SQUARE)).add(c.map_features(OTHER)),
+    "the same rows of both": lambda c: c.map_features(SQUARE).take(ROWS, np.arange(5)).T.take(
+        ROWS, np.arange(5)
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def entries():
+    """The covariance of every entry of x with that of what it became, ours and the dense one."""
+
+    @jax.jit
+    def both(cov):
+        dense = Full(cov.to_dense()).with_itself()
+        return {n: (f(cov.with_itself()).own(), f(dense).own()) for n, f in CARRIED.items()}
+
+    return {s: both(random_cov(KEYS[4], s, SHAPE)) for s in ALL_STRUCTURES}
+
+
+@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+@pytest.mark.parametrize("name", CARRIED)
+def test_what_is_carried_is_the_dense_covariance(structure, name, entries):
+    ours, expected = entries[structure][name]
+    assert_close(ours, expected)
+
+
+def test_a_diagonal_forgets_what_other_tokens_tell():
+    cov = Diagonal(jnp.ones(SHAPE)).with_itself()
+    assert cov.map_tokens(TOKENS[:2]) is None
+
+
+def test_a_covariance_beyond_both_variances_is_bounded():
+    """So where heads cancel in the pooled sum, whose share in what tokens get is then out of scale."""
+    # No narrower: not corrected then.
+    covs = [random_cov(key, Separable, (2, 13)) for key in KEYS[:2]]
+
+    @jax.jit
+    def branch(cov, other):
+        cross = cov.with_itself()
+        return cov.add_branch(other, cross._replace(features=-1e3 * cross.features))
+
+    own, other, both = (np.diagonal(cov.tokens) for cov in (*covs, branch(*covs)))
+    np.testing.assert_allclose(both, (own**0.5 - other**0.5) ** 2, rtol=1e-6)

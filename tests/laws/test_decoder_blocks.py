@@ -20,11 +20,10 @@ from tests.builders import (
     plain_block,
     plain_linear,
     plain_norm,
+    quickly,
     random_block,
     random_dense,
 )
-
-pytestmark = pytest.mark.slow
 
 KEYS = jax.random.split(jax.random.key(12), 6)
 TOKENS, SOURCES, FEATURES, HEADS = 3, 4, 4, 2
@@ -82,7 +81,11 @@ SEEN = jnp.broadcast_to(jnp.arange(SOURCES) < 3, (TOKENS, SOURCES))
 
 # Post-norm has no branch of a structure's own.
 @pytest.mark.parametrize(
-    ("structure", "norm_first"), [(mj.Diagonal, False), *((s, True) for s in ALL_STRUCTURES)]
+    ("structure", "norm_first"),
+    [
+        (mj.Diagonal, False),
+        *(pytest.param(s, True, marks=pytest.mark.slow) for s in ALL_STRUCTURES),
+    ],
 )
 def test_a_certain_block_is_the_plain_block(structure: type[Covariance], norm_first: bool):
     """Its parts are those of an encoder block."""
@@ -93,15 +96,22 @@ def test_a_certain_block_is_the_plain_block(structure: type[Covariance], norm_fi
     params = jax.tree.map(certain, PARAMS, is_leaf=lambda p: isinstance(p, mj.posterior.Factorized))
     arrays = mj.posterior.sample_params(params, KEYS[3])
     mean, variance = decoder(structure, norm_first)(MEAN, 0.0, params, MEMORY, ~SEEN | SEEN)
+
+    @jax.jit
+    def both(arrays):
+        block = plain_block(arrays, HEADS, norm_first=norm_first)
+        layers = of_layers(arrays, MEAN, MEMORY, norm_first=norm_first, mask=CAUSAL)
+        return layers, block(MEAN, MEMORY, CAUSAL)
+
     with jax.numpy_rank_promotion("allow"):
-        plain = of_layers(arrays, MEAN, MEMORY, norm_first=norm_first, mask=CAUSAL)
-        network = plain_block(arrays, HEADS, norm_first=norm_first)(MEAN, MEMORY, CAUSAL)
+        plain, network = both(arrays)
     assert_close(network, plain)
     # jax.nn.dot_product_attention takes its softmax in float32, whatever the inputs.
     assert_close(mean, plain, 1e-6)
     assert not variance.any()
 
 
+@pytest.mark.slow
 def test_full_against_samples():
     """Input, memory and weights are random, with noise small enough for the Taylor expansion."""
     params = decoder_params(KEYS[2], 0.1)
@@ -130,7 +140,7 @@ def test_full_against_samples():
     assert agreement.sd_error < 0.02, agreement
 
 
-@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+@quickly(mj.Diagonal)
 def test_later_tokens_and_masked_memory_do_not_matter(structure: type[Covariance]):
     run = decoder(structure)
     mean, variance = run(MEAN, 0.1, PARAMS, MEMORY, SEEN)

@@ -1,20 +1,17 @@
-"""Scans over heads and blocks, and remat, change the program but not its result."""
+"""Scans over heads, and remat, change the program but not its result; of blocks, see test_loops.py."""
 
 from __future__ import annotations
 
-import importlib
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
 import moment_jax as mj
-from tests.builders import assert_close, filled, random_block, random_cov, tiny_vision
+from moment_jax.layers import rules
+from tests.builders import assert_close, filled, random_block, random_cov
 
-pytestmark = pytest.mark.slow
-
-mix = importlib.import_module("moment_jax.layers.heads")
 KEYS = jax.random.split(jax.random.key(8), 3)
 SHAPE = (5, 6)
 BLOCK = random_block(KEYS[0], SHAPE[1], 8, 0.3)
@@ -28,13 +25,10 @@ def double(network):
 
 
 @pytest.mark.parametrize(
-    ("structure", "mask"),
-    [
-        (mj.Diagonal, jnp.tril(jnp.ones((5, 5), bool))),
-        (mj.Separable, jnp.tril(jnp.ones((5, 5), bool))),
-    ],
+    "structure", [mj.Diagonal, pytest.param(mj.Separable, marks=pytest.mark.slow)]
 )
-def test_heads_one_after_another(monkeypatch: pytest.MonkeyPatch, structure, mask):
+def test_heads_one_after_another(monkeypatch: pytest.MonkeyPatch, structure):
+    mask = np.tril(np.ones((5, 5), bool))
     cov = random_cov(KEYS[2], structure, SHAPE, 0.3)
 
     def total(mean):
@@ -45,7 +39,7 @@ def test_heads_one_after_another(monkeypatch: pytest.MonkeyPatch, structure, mas
         return jax.jit(jax.value_and_grad(lambda x: total(x), has_aux=True)).trace(MEAN)
 
     (_, together), gradient = traced().lower().compile()(MEAN)
-    monkeypatch.setattr(mix, "_MANY_SCORES", 0)
+    monkeypatch.setattr(rules, "_MANY_SCORES", 0)
     by_scan = traced()
     assert "scan" in str(by_scan.jaxpr)
     (_, alone), gradient_alone = by_scan.lower().compile()(MEAN)
@@ -54,37 +48,18 @@ def test_heads_one_after_another(monkeypatch: pytest.MonkeyPatch, structure, mas
     assert_close(gradient_alone, gradient, 1e-9)
 
 
-def test_scanned_blocks_are_a_loop_of_blocks():
-    sizes, options = (6, 2), {"hidden_features": 8, "rngs": nnx.Rngs(0)}
-    model = mj.Bayesian(double(mj.nn.Encoder(2, *sizes, scan=True, **options)), batch_axes=0)
-
-    def alone(i):
-        beliefs = jax.tree.map(lambda a: a[i], model.beliefs["blocks"])
-        return mj.Bayesian(mj.nn.EncoderBlock(*sizes, **options), beliefs=beliefs, batch_axes=0)
-
-    first, second = map(alone, range(2))
-    with jax.numpy_rank_promotion("allow"):  # Flax's layers promote
-        traced = jax.jit(model).trace(MEAN)
-        expected_mean, expected = jax.jit(lambda x: second(first(x)))(MEAN)
-    assert "scan" in str(traced.jaxpr)
-    mean, cov = traced.lower().compile()(MEAN)
-    assert_close(mean, expected_mean)
-    assert_close(cov.to_dense(), expected.to_dense())
-
-
 def test_remat_reaches_the_encoder_and_changes_no_gradient():
     def gradient(remat: bool):
-        network = double(tiny_vision(num_blocks=2, remat=remat))
-        model = mj.Bayesian(network, structure=mj.Diagonal, batch_axes=0)
+        encoder = mj.nn.Encoder(2, 6, 2, hidden_features=8, remat=remat, rngs=nnx.Rngs(0))
+        model = mj.Bayesian(double(encoder), structure=mj.Diagonal, batch_axes=0)
 
         def total(x):
             moments = model(x)
             return jnp.sum(moments.mean**2) + jnp.sum(moments.variance**2)
 
-        image = jnp.linspace(0.0, 1.0, 16).reshape(4, 4)
-        with jax.numpy_rank_promotion("allow"):
-            traced = jax.jit(jax.grad(total)).trace(image)
-        return str(traced.jaxpr), traced.lower().compile()(image)
+        with jax.numpy_rank_promotion("allow"):  # Flax's layers promote
+            traced = jax.jit(jax.grad(total)).trace(MEAN)
+        return str(traced.jaxpr), traced.lower().compile()(MEAN)
 
     (with_remat, slopes), (without, expected) = gradient(True), gradient(False)
     assert " remat" in with_remat or " checkpoint" in with_remat

@@ -17,11 +17,11 @@ import pytest
 import moment_jax as mj
 from moment_jax.covariance import Covariance
 from tests.builders import (
-    ALL_STRUCTURES,
     KERNEL_FAMILIES,
     assert_close,
     assert_semidefinite,
     member,
+    quickly,
     random_block,
     random_dense,
     random_moments,
@@ -29,8 +29,6 @@ from tests.builders import (
     stacked,
 )
 from tests.transforms import LAYERS, Given
-
-pytestmark = pytest.mark.slow
 
 SHAPE, REAL = (4, 6), 3  # of which one row has one token of padding
 KEYS = jax.random.split(jax.random.key(2), 8)
@@ -108,31 +106,43 @@ def run():
     return part
 
 
-structures = pytest.mark.parametrize("structure", ALL_STRUCTURES)
-
-
 @pytest.mark.parametrize("name", LAYERS)
-@structures
+@quickly(mj.Separable)
 def test_positive_semidefinite_for_200_random_inputs(structure, name, run):
     assert_semidefinite(*run(structure, name, "random"))
 
 
-# A block has the others: tests/laws/test_blocks.py.
-@pytest.mark.parametrize(
-    "name", ["matmul", "gelu", "tanh", "softmax", "mean_pool", "cross_attention"]
-)
-@structures
-def test_layers_see_neither_jit_nor_vmap_nor_padding_of_a_memory(structure, name, run):
+@quickly(mj.Separable)
+def test_layers_see_neither_vmap_nor_padding_of_a_memory_nor_which_arrays_are_known(structure, run):
+    """Arguments that are constants of the program, of a memory without its padding, one at a time."""
     mean, cov, memory, block, mask = special_rows(structure)["padded"]
+
+    @jax.jit
+    def alone():
+        found = moments(mean, cov, memory[:REAL], block, mask)
+        return {name: (m, c.to_dense()) for name, (m, c) in found.items()}
+
+    for name, (own_mean, own) in alone().items():
+        found_mean, found, _ = run(structure, name, "padded")
+        assert_close(found_mean, own_mean)
+        assert_close(found, own)
+
+
+# A block has the others: tests/laws/test_blocks.py.
+@pytest.mark.parametrize("name", ["matmul", "gelu", "softmax", "mean_pool"])
+def test_layers_see_no_jit(name):
+    mean, cov, memory, block, mask = special_rows(mj.Diagonal)["padded"]
+
+    def layer():
+        found, found_cov = moments(mean, cov, memory, block, mask, names=(name,))[name]
+        return found, found_cov.variance()
+
+    compiled = jax.jit(layer)()
     with jax.disable_jit():
-        mean, cov = moments(mean, cov, memory[:REAL], block, mask, names=(name,))[name]
-        dense = cov.to_dense()
-    found_mean, found, _ = run(structure, name, "padded")
-    assert_close(found_mean, mean)
-    assert_close(found, dense)
+        jax.tree.map(assert_close, layer(), compiled)
 
 
-@structures
+@quickly(mj.Separable)
 def test_masked_keys_have_no_weight(structure: type[Covariance], run):
     """With one key left, attention returns its value: other tokens and the score do not matter."""
     moved, alone = (run(structure, "attention", row) for row in ("moved", "one key"))
@@ -147,7 +157,7 @@ def test_masked_keys_have_no_weight(structure: type[Covariance], run):
     assert not variance.any()
 
 
-@structures
+@quickly(mj.Separable)
 def test_nan_stays_nan(structure: type[Covariance], run):
     """A standard deviation of 0 instead would look like certainty."""
     for name in ("dense", "softmax", "layer_norm", "gelu", "attention"):
@@ -156,7 +166,7 @@ def test_nan_stays_nan(structure: type[Covariance], run):
         assert not (np.isnan(mean) & ~np.isnan(variance)).any(), name
 
 
-@structures
+@quickly(mj.Diagonal)
 def test_float32_and_gradients(structure: type[Covariance], run):
     """Variances of many scales to a hundredth, and finite slopes, also where nothing is random."""
     special = {k: v for k, v in special_rows(structure).items() if k in HUGE or k in GAINS}
@@ -187,7 +197,7 @@ def test_float32_and_gradients(structure: type[Covariance], run):
                 assert np.max(error) < 0.01, (name, row)
 
 
-@structures
+@quickly(mj.Diagonal)
 def test_one_token_of_two_features_in_order_1_by_any_family(structure: type[Covariance]):
     """In float32; the input may be certain, and its features equal."""
     point, one, two, three, four = (

@@ -1,8 +1,7 @@
 """A budget for the programs: what a block costs before the compiler has seen it.
 
-Operations of StableHLO with functions inlined, and matrix products, of a
-post-norm encoder block (16 tokens, D 64, hidden 256, 4 heads) of a certain input: forward, and with
-gradient.
+Operations of StableHLO with functions inlined, and matrix products, of a post-norm encoder block (16
+tokens, D 64, hidden 256, 4 heads) of a certain input: forward, and with gradient.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ from flax import nnx
 
 import moment_jax as mj
 from experiments.programs import Size, size_of
-from tests.builders import random_block
-
-pytestmark = pytest.mark.slow
+from tests.builders import quickly, random_block
 
 BUDGET = {
     mj.Diagonal: (Size(1047, 32), Size(2814, 86)),
@@ -26,7 +23,7 @@ BUDGET = {
 """What was measured; of operations a fiftieth more, since versions of jax count them otherwise."""
 
 
-@pytest.mark.parametrize("structure", BUDGET)
+@quickly(mj.Diagonal)
 def test_a_block_keeps_within_its_budget(structure: type[mj.Covariance]):
     with jax.enable_x64(False):
         params = random_block(jax.random.key(0), 64, 256)
@@ -49,6 +46,7 @@ def test_a_block_keeps_within_its_budget(structure: type[mj.Covariance]):
         assert all(n <= most for n, most in zip(size, budget, strict=True)), (size, budget)
 
 
+@pytest.mark.slow
 def test_a_loop_of_blocks_is_as_large_for_any_number_of_them():
     """Forward and with gradient: the encoder's scan is one of (mean, cov)."""
 

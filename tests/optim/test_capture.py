@@ -198,7 +198,9 @@ def logits_of(model, x, labels):
 
 
 @pytest.mark.usefixtures("ranks_of_a_user")
-@pytest.mark.parametrize("create", CREATE.values(), ids=CREATE)
+@pytest.mark.parametrize(
+    "create", [Codes, pytest.param(CREATE["partly"], marks=pytest.mark.slow)], ids=CREATE
+)
 def test_factors_of_a_bayesian_are_those_of_its_network_at_the_means(create):
     model, labels = create(), jnp.arange(N) % CLASSES
     x = jax.random.normal(jax.random.key(1), (N, 4), jnp.float32)
@@ -212,7 +214,7 @@ def test_factors_of_a_bayesian_are_those_of_its_network_at_the_means(create):
 
 def test_factors_from_the_elbo_of_a_bayesian():
     """Its prediction has no covariance in the pass of the factors, which are finite."""
-    model, (x, labels) = bayesian_mlp(), dense_batch()
+    model, (x, labels) = bayesian_mlp(structure=mj.Diagonal), dense_batch()
     factors = factors_of(bayesian_loss, model, x, labels)
     plain = factors_of(classify, model.at_means(), x, labels)
     for name, factor in plain.items():

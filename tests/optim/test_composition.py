@@ -144,7 +144,7 @@ def test_nnx_optimizer_and_scan_of_steps():
 
 def test_one_call_for_a_bayesian_model():
     """Means by K-FAC, spreads and the learned prior by Adam; all of them move."""
-    model, (x, labels) = bayesian_mlp(), dense_batch()
+    model, (x, labels) = bayesian_mlp(structure=mj.Diagonal), dense_batch()
     before = jax.tree.map(np.asarray, pure(model))
     method = partial(optim.kfac, 0.1, damping=1e-2, kl_bound=1e-2)
     optimizer = nnx.Optimizer(model, optim.for_model(model, method), wrt=nnx.Param)

@@ -1,4 +1,4 @@
-"""Dense layers, matrix products and mean pooling are exact for every posterior and structure."""
+"""Layers beside the textbook: dense, products, pooling, norms; attention where it is linear."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import moment_jax as mj
-from moment_jax.covariance import Covariance
+from moment_jax.covariance import Covariance, Full
 from tests.builders import (
     ALL_STRUCTURES,
     KERNEL_FAMILIES,
@@ -79,3 +79,76 @@ def test_mean_pool_is_exact(structure: type[Covariance]):
     assert_close(variance[0], np.diagonal(dense.mean((0, 2))))
     assert_close(masked[0], tokens[seen].mean(0))
     assert_close(masked_variance[0], np.diagonal(dense[seen][:, :, seen].mean((0, 2))))
+
+
+# -- norms: variances of any structure by their Jacobian ----------------------------------------------
+
+
+def plain(x, centres):
+    x = x - jnp.mean(x) if centres else x
+    return x / jnp.sqrt(jnp.mean(x**2) + 1e-6)
+
+
+@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+@pytest.mark.parametrize("normalise", [mj.layer_norm, mj.rms_norm])
+def test_variances_are_those_of_the_jacobian(normalise, structure):
+    mean = jax.random.normal(KEYS[0], (4, 6)) + 0.5
+    cov = random_cov(KEYS[1], structure, (4, 6))
+
+    @jax.jit
+    def both(cov):
+        _, out = normalise(mean, cov, mj.NormParams(), order=1)
+        jacobians = jax.vmap(jax.jacobian(lambda x: plain(x, normalise is mj.layer_norm)))(mean)
+        exact = jnp.einsum("tij,tjtk,tik->ti", jacobians, cov.to_dense(), jacobians)
+        return out.variance(), exact
+
+    np.testing.assert_allclose(*both(cov), rtol=1e-5, atol=1e-9)
+
+
+# -- attention, with certain queries and keys ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("certain", [(), ("output",)])
+def test_attention_with_random_values_alone_is_linear(certain):
+    """For a certain input `Separable` keeps both Gram matrices, with separate noise in each head.
+
+    All values of a head have one token pattern, which is the structure's own for this family.
+    """
+    families = dict.fromkeys(("query", "key", *certain), mj.posterior.Point)
+    families = {"value": mj.posterior.OutputShared, "output": mj.posterior.Factorized, **families}
+    shapes = {"output": (OUT - 1, SHAPE[1])}
+    params = mj.AttentionParams(
+        *(
+            random_dense_params(key, families[name], shapes.get(name, (SHAPE[1], OUT - 1)))
+            for key, name in zip(KEYS, ("query", "key", "value", "output"), strict=False)
+        )
+    )
+
+    @jax.jit
+    def run(mean):
+        covs = (s.zeros(SHAPE, jnp.float64) for s in (mj.Separable, Full))
+        results = (mj.attention(mean, cov, params, num_heads=2) for cov in covs)
+        (mean, ours), (expected_mean, textbook) = results
+        textbook = textbook.to_dense()
+        tokens, features = jnp.einsum("tdsd->ts", textbook), jnp.einsum("tdse->de", textbook)
+        return (mean, ours.token_gram(), ours.features), (expected_mean, tokens, features)
+
+    for actual, expected in zip(*run(MEAN), strict=True):
+        assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("structure", ALL_STRUCTURES)
+def test_one_row_of_a_mask_serves_all_queries(structure):
+    params = mj.AttentionParams(
+        *(random_dense_params(k, mj.posterior.Factorized, (4, 4)) for k in KEYS[1:5])
+    )
+    cov, mask = random_cov(KEYS[5], structure, SHAPE), jnp.array([[True, False, True]])
+
+    @jax.jit
+    def moments(mask):
+        mean, found = mj.attention(MEAN, cov, params, num_heads=2, mask=mask)
+        return mean, found.to_dense()
+
+    one, every = moments(mask), moments(jnp.broadcast_to(mask, (3, 3)))
+    assert_close(one[0], every[0])
+    assert_close(one[1], every[1])
