@@ -1,6 +1,7 @@
-"""Noise of a network's weights that is known, and its expected loss: by one pass, and by draws."""
+"""Noise of a network's weights that is known: its expected loss by one pass and by draws, and bits."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,8 @@ from experiments.training import clipped_adam
 Arrays = dict[tuple[Any, ...], Any]
 """The weights of a network, or something of each of them, by path."""
 RATE = 1e-3  # the highest with which a trained network goes on
+BITS = np.arange(2, 9)  # that a matrix may have
+ROUNDS = 10  # gradients at most for a choice of bits
 
 
 def weights(network: nnx.Module) -> Arrays:
@@ -28,17 +31,10 @@ def weights(network: nnx.Module) -> Arrays:
     return values
 
 
-def largest(arrays: Arrays, *, channels: bool = False) -> Arrays:
-    """The largest magnitude of each matrix, or of its output channels; not of biases and gains."""
-    tops = {}
-    for path, w in arrays.items():
-        if path[-1] not in ("bias", "scale"):
-            inputs = (
-                1 if {"query", "key", "value"} & set(path) else w.ndim - 1
-            )  # theirs: (in, H, K)
-            axes = tuple(range(inputs)) if channels else None
-            tops[path] = np.abs(w).max(axis=axes, keepdims=True)
-    return tops
+def largest(arrays: Arrays) -> dict[tuple[Any, ...], float]:
+    """The largest magnitude of each matrix; not of biases and gains."""
+    matrices = {path: w for path, w in arrays.items() if path[-1] not in ("bias", "scale")}
+    return {path: np.abs(w).max() for path, w in matrices.items()}
 
 
 def step(top: Any, bits: Any) -> Any:
@@ -122,16 +118,70 @@ def trained(
     `gradient(key, arrays, sd, images, labels)` is one of `Programs`, of mini-batches of this size.
     """
     optimizer, rng = clipped_adam(RATE, updates), np.random.default_rng(seed)
-
-    @jax.jit
-    def update(arrays: Arrays, by_weight: Arrays, by_sd: Arrays, state: Any) -> Any:
-        whole = {p: by_weight[p] + spread * jnp.sign(w) * by_sd[p] for p, w in arrays.items()}
-        changes, state = optimizer.update(whole, state, arrays)
-        return optax.apply_updates(arrays, changes), state
-
-    state = optimizer.init(arrays)
+    update, state = jax.jit(optimizer.update), optimizer.init(arrays)
     for key in jax.random.split(jax.random.key(seed), updates):
         part = train.part(rng.choice(len(train.labels), size, replace=False))
-        _, found = gradient(key, arrays, relative_sd(arrays, spread), *part)
-        arrays, state = update(arrays, *found, state)
+        _, (by_weight, by_sd) = gradient(key, arrays, relative_sd(arrays, spread), *part)
+        whole = {p: by_weight[p] + spread * jnp.sign(w) * by_sd[p] for p, w in arrays.items()}
+        changes, state = update(whole, state, arrays)
+        arrays = optax.apply_updates(arrays, changes)
     return jax.device_get(arrays)
+
+
+def ways(
+    programs: Programs, arrays: Arrays, rows: Any, drawn_gradient: Callable[..., Any]
+) -> dict[str, Callable[[float], np.ndarray]]:
+    """Four ways to choose bits: the budget -> the bits of each matrix, for images and labels `rows`.
+
+    The first two are the cheapest allocation by costs (matrices, bits): step^2, and the second order of
+    a Taylor series. A gradient by the variances of the noise is taken anew after each move, from uniform
+    bits by one bit at a time: further off the NLL is no straight line. It ends where it has been, and
+    the best that it has seen is taken.
+    """
+    tops, fisher = largest(arrays), jax.device_get(programs.fisher(arrays, *rows))
+    sizes = np.asarray([arrays[path].size for path in tops])
+    variances = np.asarray([step(top, BITS) ** 2 / 12 for top in tops.values()])
+
+    def by_gradient(gradient: Callable[..., Any], budget: float) -> np.ndarray:
+        now, seen = allocate(uniform, sizes, budget), dict[tuple[int, ...], float]()
+        while len(seen) < ROUNDS and tuple(now) not in seen:
+            sd = rounding_sd(arrays, tops, now)
+            seen[tuple(now)], (_, by_sd) = jax.device_get(gradient(arrays, sd, *rows))
+            slopes = np.asarray([np.sum(by_sd[path] / (2 * sd[path])) for path in tops])
+            near = np.abs(BITS - now[:, None]) <= 1
+            now = allocate(np.where(near, slopes[:, None] * variances, np.inf), sizes, budget)
+        return np.asarray(min(seen, key=lambda bits: seen[bits]))
+
+    uniform = sizes[:, None] * 4.0**-BITS
+    taylor = np.asarray([np.sum(fisher[path]) / 2 for path in tops])[:, None] * variances
+    return {
+        "uniform": partial(allocate, uniform, sizes),
+        "Fisher information": partial(allocate, taylor, sizes),
+        "gradient, draws": partial(by_gradient, drawn_gradient),
+        "gradient, one pass": partial(by_gradient, programs.gradient),
+    }
+
+
+def allocate(costs: np.ndarray, sizes: np.ndarray, budget: float) -> np.ndarray:
+    """The bits of each matrix with the least sum of costs, exactly: a knapsack, by its recursion.
+
+    Args:
+      costs: (J, B) of each number in `BITS`, infinite for what may not be.
+      sizes: (J,), weights in each matrix.
+      budget: bits for a weight on average, no fewer than the least of `BITS`.
+    """
+    sizes = sizes // np.gcd.reduce(sizes)
+    room = math.floor(budget * sizes.sum() + 1e-6)
+    best, chosen, found = np.zeros(room + 1), [], []
+    for cost, size in zip(
+        costs, sizes, strict=True
+    ):  # `best` is by the bits that may be spent so far
+        table = np.full((len(BITS), room + 1), np.inf)
+        for row, own, spent in zip(table, cost, size * BITS, strict=True):
+            row[spent:] = best[: max(room + 1 - spent, 0)] + own
+        chosen.append(table.argmin(axis=0))
+        best = table.min(axis=0)
+    for size, choice in zip(sizes[::-1], chosen[::-1], strict=True):
+        found.append(BITS[choice[room]])
+        room -= size * found[-1]
+    return np.asarray(found[::-1])
