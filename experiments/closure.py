@@ -43,9 +43,9 @@ def run(args: argparse.Namespace) -> None:
     of_image = mj.propagate(apply, structure=mj.Diagonal, receipt=True)
     reports = []
     for image, key in zip(images, keys, strict=True):
-        *_, receipt = of_image(network.beliefs, image)
-        report = mj.reference.closure_report(receipt, image, structures, key, args.samples)
-        reports.append(report)
+        receipt = of_image(network.beliefs, image)[-1]
+        given = receipt, image, structures, key, args.samples
+        reports.append(mj.reference.closure_report(*given))
     rows = jax.tree.map(_average, *reports)
     table = [["stage", "structure", *(f"{kind} sd ratio" for kind in KINDS), "mean error"]]
     for row in rows:

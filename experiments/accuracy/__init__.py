@@ -13,8 +13,8 @@ from typing import Any
 import jax
 
 import moment_jax as mj
-from experiments.accuracy import passes, trained
-from experiments.accuracy.cases import Case, Truth, read_folder
+from experiments.accuracy import cases, trained
+from experiments.accuracy.cases import Case
 from experiments.command_line import Parser
 from experiments.outputs import write_json
 from experiments.programs import interleaved
@@ -35,62 +35,56 @@ def add_arguments(parser: Parser) -> None:
     parser.seed("random seed of their training and of the truth's draws")
     parser.json()
     parser.whole("--repeats", 10, "timed runs of each forward, interleaved; their medians count")
-    limit = (
-        "skip Full where one of its arrays is larger than this, in GiB; it holds several of them"
-    )
+    limit = "skip Full where one of its arrays is larger than this, in GiB; it holds several"
     parser.gib("--full-limit", 0.5, limit)
 
 
 def run(args: argparse.Namespace) -> None:
     """Read and check all files, or train, before anything is measured; then go through the cases."""
-    cases = (
-        trained.cases(args.samples, args.seed) if args.cases is None else read_folder(args.cases)
-    )
+    own = args.cases is None
+    every = trained.cases(args.samples, args.seed) if own else cases.read_folder(args.cases)
     records: list[Record] = []
-    width = max(len(case.name) for case in cases) + len(" logits")
-    print(_line(HEADER, width), flush=True)
-    for case in cases:
-        for record in _measure(case, args):
-            records.append(record)
-            print(_line(_cells(record), width), flush=True)
+    width = max(len(case.name) for case in every) + len(" logits")
+    _print(HEADER, width)
+    for case in every:
+        found = _measure(case, args)
+        records += found
+        for record in found:
+            _print(_cells(record), width)
     write_json(args.json, records)
 
 
 def _measure(case: Case, args: argparse.Namespace) -> list[Record]:
     """The records of one case, in the order of --structure."""
     records: list[Record] = []
-    forwards = {"": passes.plain(case)}
+    forwards = {"": cases.plain(case)}
 
     def add(name: str, output: Any, logits: Any) -> None:
-        records.append(_record(case.name, name, output, case.truth))
-        if case.logits is not None:
-            records.append(_record(f"{case.name} logits", name, logits, case.logits))
+        for at, moments, truth in (("", output, case.truth), (" logits", logits, case.logits)):
+            if truth is not None:
+                agreement = mj.reference.Agreement.of(moments[0], moments[1], *truth)._asdict()
+                records.append({"case": case.name + at, "structure": name, **agreement})
 
     for name in dict.fromkeys(args.structure):
-        size = passes.full_gib(case)
+        size = cases.full_gib(case)
         if mj.STRUCTURES[name] is mj.Full and size > args.full_limit:
             reason = f"one array of {size:.2g} GiB is over --full-limit {args.full_limit:g}"
             records.append({"case": case.name, "structure": name, "skipped": f"skipped: {reason}"})
             continue
-        forwards[name] = passes.moments(case, mj.STRUCTURES[name])
+        forwards[name] = cases.moments(case, mj.STRUCTURES[name])
         add(name, *forwards[name]())
     if args.cases is None:
-        forwards["linearised"] = passes.linearised(case, 1)  # the time of the logits alone
-        add("linearised", passes.linearised(case, 0)(), forwards["linearised"]())
+        forwards["linearised"] = cases.linearised(case, 1)  # the time of the logits alone
+        add("linearised", cases.linearised(case, 0)(), forwards["linearised"]())
         for count in SAMPLED:
             name = f"{count} sampled"
-            forwards[name] = passes.sampled(case, count, jax.random.key(args.seed + 2))
+            forwards[name] = cases.sampled(case, count, jax.random.key(args.seed + 2))
             add(name, *forwards[name]())
     times = interleaved(forwards, args.repeats, SLOW)
     for record in records:
         if record["structure"] in times:
             record["time_ratio"] = times[record["structure"]] / times[""]
     return records
-
-
-def _record(case: str, structure: str, moments: tuple[Any, Any], truth: Truth) -> Record:
-    agreement = mj.reference.Agreement.of(*moments, *truth)
-    return {"case": case, "structure": structure, **agreement._asdict()}
 
 
 def _cells(record: Record) -> list[str]:
@@ -101,7 +95,7 @@ def _cells(record: Record) -> list[str]:
     return [*first, *(f"{figure:.4f}" for figure in figures), f"{record['time_ratio']:.1f}x"]
 
 
-def _line(cells: list[str], width: int) -> str:
+def _print(cells: list[str], width: int) -> None:
     case, structure, *rest = cells
     figures = rest[0] if len(rest) == 1 else "  ".join(f"{cell:>10s}" for cell in rest)
-    return f"{case:{width}s}  {structure:15s}  {figures}"
+    print(f"{case:{width}s}  {structure:15s}  {figures}", flush=True)

@@ -15,8 +15,7 @@ from jax import Array
 
 import moment_jax as mj
 from experiments import data
-from experiments.accuracy import passes
-from experiments.accuracy.cases import Blocks, Case, Truth
+from experiments.accuracy.cases import Blocks, Case, Truth, sampled
 from experiments.data import Digits
 from experiments.training import Task, clipped_adam, fit
 
@@ -80,7 +79,7 @@ def cases(num_samples: int, seed: int) -> list[Case]:
         inputs = np.asarray(classifier.embedded(jnp.asarray(digits.test.images[:NUM_INPUTS])))
         none = Truth(inputs, inputs)
         case = Case(name, classifier.model, inputs, none, none)
-        output, logits = passes.sampled(case, num_samples, jax.random.key(seed + 1))()
+        output, logits = sampled(case, num_samples, jax.random.key(seed + 1))()
         found.append(case._replace(truth=Truth(*output), logits=Truth(*logits)))
     return found
 

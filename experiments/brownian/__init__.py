@@ -8,7 +8,7 @@ are Brownian. Writes metrics.json.
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,8 @@ from scipy import stats
 
 import moment_jax as mj
 from experiments.brownian import figures as draw
-from experiments.brownian.chains import antisymmetric_share, split_scores
 from experiments.brownian.heads import head_curve, head_importance
-from experiments.brownian.motion import token_motion
+from experiments.brownian.motion import motion_report
 from experiments.brownian.stream import residual_stream
 from experiments.command_line import Parser, writable_folder
 from experiments.data import Digits, Images
@@ -45,12 +44,10 @@ def run(args: argparse.Namespace) -> None:
     rng = np.random.default_rng(args.seed)
     test = digits.test.part(rng.permutation(len(digits.test.labels))[: args.images])
     plain = network.at_means()
-    images = jnp.asarray(test.images)
-    stream = residual_stream(plain, images)
     metrics = {
         "settings": vars(args),
         "attention": _attention(out, plain, digits),
-        "motion": _motion(args, out, network, images, stream),
+        "motion": _motion(args, out, residual_stream(plain, jnp.asarray(test.images))),
         "heads": _heads(args, out, network, digits, test, rng),
     }
     write_json(out / "metrics.json", metrics)
@@ -75,49 +72,37 @@ def _attention(out: Path, plain: mj.nn.VisionTransformer, digits: Digits) -> dic
         identity = mj.brownian.transition_matrix(mj.brownian.to_sphere(x))
         for h, (name, chain) in enumerate({**chains, "identity projections": identity}.items()):
             law = mj.brownian.stationary(chain)
-            row = {"block": i, "chain": name, **_chain_figures(chain, law)}
+            row = {
+                "block": i,
+                "chain": name,
+                "detailed_balance_gap": mj.brownian.detailed_balance_gap(chain, law),
+                "spectral_gap": mj.brownian.spectral_gap(chain),
+                "mixing_time": mj.brownian.mixing_time(chain),
+                "entropy_rate": mj.brownian.entropy_rate(chain, law),
+                "largest_stationary": law.max(),
+            }
             if name in chains:
                 parts = split_scores(scores[h])
                 row["form_antisymmetric_share"] = shares[h]
-                row["score_cyclic_share"] = parts.cyclic_share
-                row["score_symmetric_share"] = parts.symmetric_share
+                row["score_symmetric_share"], _, row["score_cyclic_share"] = parts.shares
             rows.append(row)
             if i == 0:
-                drawn[name] = (np.asarray(chain), np.asarray(law))
+                shown = f"head 1.{h + 1}" if name in chains else name  # as in heads.png
+                drawn[shown] = (np.asarray(chain), np.asarray(law))
     save(draw.attention(image, drawn), out / "attention.png")
     return {"label": int(digits.test.labels[0]), "chains": rows}
 
 
-def _chain_figures(chain: jax.Array, law: jax.Array) -> dict[str, Any]:
-    brownian = mj.brownian
-    return {
-        "detailed_balance_gap": brownian.detailed_balance_gap(chain, law),
-        "spectral_gap": brownian.spectral_gap(chain),
-        "mixing_time": brownian.mixing_time(chain),
-        "entropy_rate": brownian.entropy_rate(chain, law),
-        "largest_stationary": law.max(),
-    }
-
-
-def _motion(
-    args: argparse.Namespace, out: Path, network: mj.Bayesian, images: jax.Array,
-    stream: jax.Array,
-) -> dict[str, Any]:  # fmt: skip
+def _motion(args: argparse.Namespace, out: Path, stream: jax.Array) -> dict[str, Any]:
     """Statistics of the steps, and the verdict."""
-    key = jax.random.key(args.seed)
-    motion = token_motion(network, images, key=key)
-    steps = np.diff(np.asarray(stream), axis=0)
+    motion = motion_report(stream, key=jax.random.key(args.seed))
+    steps, levels = np.diff(np.asarray(stream), axis=0), (np.arange(200) + 0.5) / 200
     spread = np.maximum(steps.std(axis=1, keepdims=True), 1e-12)
     standard = (steps - steps.mean(axis=1, keepdims=True)) / spread
-    levels = (np.arange(200) + 0.5) / 200
     found = [np.quantile(step, levels) for step in standard]
     save(draw.increments(stats.norm.ppf(levels), found, motion), out / "increments.png")
-    return {
-        "brownian": motion.is_brownian,
-        "sentence": motion.sentence,
-        "blocks": motion.blocks,
-        "growth": motion.growth,
-    }
+    verdict = {"brownian": motion.is_brownian, "sentence": motion.sentence}
+    return {**verdict, "blocks": motion.blocks, "growth": motion.growth}
 
 
 def _heads(
@@ -149,3 +134,46 @@ def _print(metrics: dict[str, Any]) -> None:
     curve = metrics["heads"]["curve"]
     kept = ", ".join(f"{k}: {a:.3f}" for k, a in zip(curve.kept, curve.accuracy, strict=True))
     print(f"accuracy by heads kept: {kept}")
+
+
+class ScoreParts(NamedTuple):
+    """A matrix as symmetric + gradient + cyclic, orthogonal to each other.
+
+    The chain softmax(s) is reversible exactly where the cyclic part is zero.
+    """
+
+    symmetric: jax.Array  # (s + s^T)/2
+    gradient: jax.Array  # the part g_j - g_i of the antisymmetric rest
+    cyclic: jax.Array  # what is left: flow around cycles of tokens
+
+    @property
+    def shares(self) -> jax.Array:
+        """Of each in the squared norm, (3,); zero where every row of the scores is constant."""
+        squares = jnp.stack([jnp.sum(part**2) for part in self])
+        return squares / jnp.where(squares.sum() > 0, squares.sum(), 1)
+
+
+def split_scores(scores: jax.Array) -> ScoreParts:
+    """Split scores (T, T) into the parts of a reversible chain and the part that makes it irreversible.
+
+    The rows of scores are centred first: a softmax does not see a constant in its row.
+    Detailed balance pi_i P_ij = pi_j P_ji for P = softmax(s) says s_ij - s_ji = g_j - g_i for some
+    g, so the antisymmetric part is projected onto such differences; what is left is orthogonal to them.
+    """
+    scores = scores - jnp.mean(scores, axis=1, keepdims=True)
+    symmetric, antisymmetric = (scores + scores.T) / 2, (scores - scores.T) / 2
+    height = jnp.mean(antisymmetric, axis=0)
+    gradient = height[None, :] - height[:, None]
+    return ScoreParts(symmetric, gradient, antisymmetric - gradient)
+
+
+def antisymmetric_share(query_kernel: jax.Array, key_kernel: jax.Array) -> jax.Array:
+    """Antisymmetric share of the squared norm of one head's form Wq Wk^T, of kernels (D, K).
+
+    With identity projections it is 0; with independent random ones about a half. The
+    form's antisymmetric part is what can make attention's chain irreversible; how much of it the tokens
+    see is `split_scores` of their scores.
+    """
+    form = query_kernel @ key_kernel.T
+    total = jnp.sum(form**2)
+    return jnp.sum((form - form.T) ** 2) / 4 / jnp.where(total > 0, total, 1)

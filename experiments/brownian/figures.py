@@ -5,10 +5,11 @@ from matplotlib.axes import Axes
 
 from experiments.brownian.heads import HeadCurve, HeadImportance
 from experiments.brownian.motion import TokenMotion
-from experiments.figures import BAYES, OTHER, PLAIN, WRONG, Figure, plt, styled
+from experiments.figures import BAYES, PLAIN, WRONG, Figure, plt, styled
 
-EDGES = 40
-"""Attention steps drawn in a graph: the most frequent ones."""
+EDGES = 20  # steps drawn in a graph: the most frequent ones
+MARKS = "o^sD"  # and colours, of blocks in turn
+COLOURS = BAYES, PLAIN, WRONG, "0.3"
 
 
 @styled
@@ -18,11 +19,8 @@ def attention(image: np.ndarray, chains: dict[str, tuple[np.ndarray, np.ndarray]
     for axis, (name, (chain, law)) in zip(axes[0], chains.items(), strict=True):
         _graph(axis, image, chain, law)
         axis.set_title(name)
-    figure.suptitle(
-        f"Attention as a walk, first block; discs: stationary law, "
-        f"lines: the {EDGES} steps walked most",
-        x=0.01, ha="left", fontweight="bold",
-    )  # fmt: skip
+    said = f"discs: stationary law, lines: the {EDGES} steps walked most"
+    figure.suptitle(f"Attention as a walk, first block; {said}", fontsize=9)
     return figure
 
 
@@ -44,7 +42,7 @@ def _graph(axes: Axes, image: np.ndarray, chain: np.ndarray, law: np.ndarray) ->
                         "connectionstyle": "arc3,rad=0.15", "shrinkA": 3, "shrinkB": 3},
         )  # fmt: skip
     axes.scatter(x, y, s=900 * law / max(law.max(), 0.15), color=PLAIN, alpha=0.65, linewidth=0)
-    axes.set(xticks=[], yticks=[])
+    axes.set_axis_off()
 
 
 @styled
@@ -54,28 +52,29 @@ def increments(quantiles: np.ndarray, found: list[np.ndarray], motion: TokenMoti
     ends = quantiles[[0, -1]]
     left.plot(ends, ends, color="0.6", linewidth=1, label="normal")
     for i, values in enumerate(found):
-        colour = (BAYES, PLAIN, WRONG, "0.3")[i % 4]
-        left.plot(quantiles, values, ".", markersize=3, color=colour, label=f"block {i + 1}")
-    left.legend(loc="upper left")
+        marker = {"marker": MARKS[i % 4], "markersize": 2.5, "color": COLOURS[i % 4]}
+        left.plot(quantiles, values, linestyle="", label=f"block {i + 1}", **marker)
+    left.legend(loc="upper left", markerscale=2)
     left.set(xlabel="normal quantile", ylabel="quantile of the standardised steps")
     left.set_title("Steps of the tokens by coordinate")
     growth = motion.growth
     depth = np.arange(len(growth.variance))
-    right.plot(depth, growth.variance, "o-", color=BAYES, label="Var[x_l - x_0]")
     right.plot(
-        depth, growth.brownian_variance, "s--", color=OTHER, label="sum of the steps' variances"
+        depth, growth.variance, "o-", color=BAYES, label="variance of the way from the start"
+    )
+    summed = growth.brownian_variance
+    right.plot(
+        depth, summed, "s--", color="0.3", mfc="none", label="the same, were steps independent"
     )
     right.plot(depth[1:], growth.displacement, "^:", color=PLAIN, label="mean squared displacement")
     straight = growth.brownian_variance[-1] * depth / depth[-1]
     right.plot(depth, straight, color="0.6", linewidth=1, label="equal steps (Brownian law)")
-    right.legend(loc="upper left")
-    right.set(xlabel="blocks", ylabel="per feature", xticks=depth)
-    exponent = growth.exponent
-    right.set_title(
-        "Growth with depth"
-        if exponent is None
-        else f"displacement ~ depth^{exponent:.2f} ± {growth.exponent_error:.3f}"
-    )
+    right.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, fontsize=7)
+    right.set(xlabel="blocks", ylabel="squared length per feature", xticks=depth)
+    law = "with depth"
+    if growth.exponent is not None:
+        law = f"as depth^{growth.exponent:.2f} ± {growth.exponent_error:.3f}"
+    right.set_title(f"Displacement grows {law}")
     return figure
 
 
@@ -89,7 +88,7 @@ def heads(importance: HeadImportance, curve: HeadCurve) -> Figure:
     left.bar(names, np.concatenate(changes), color=BAYES, yerr=errors, ecolor="0.3")
     left.axhline(0, color="0.4", linewidth=0.8)
     left.set(xlabel="block.head", ylabel="change of the ELBO without it (nats)")
-    left.set_title("Worth of each head")
+    left.set_title("Below 0 the head helps")
     right.plot(curve.kept, curve.accuracy, "o-", color=BAYES)
     right.set(xlabel="heads kept", ylabel="accuracy on test images", xticks=curve.kept)
     right.set_title("Accuracy against heads kept, by the ELBO")

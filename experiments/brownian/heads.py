@@ -13,8 +13,6 @@ from jax import Array
 import moment_jax as mj
 from experiments.brownian.stream import blocks_of
 
-PROJECTIONS = ("query", "key", "value")
-
 
 def heads_of(model: mj.Bayesian) -> list[int]:
     """The number of heads of each block; TypeError of a model without logits."""
@@ -34,7 +32,8 @@ def attention_beliefs(model: mj.Bayesian, block: int) -> dict[tuple[str, str], m
     return {p[-2:]: x for p, x in owned.items() if p[:-2] == ("blocks", block, "attention")}
 
 
-def head_predictions(model: mj.Bayesian, inputs: Array, masks: np.ndarray) -> mj.Moments:
+@nnx.jit
+def head_predictions(model: mj.Bayesian, inputs: Array, masks: Array | np.ndarray) -> mj.Moments:
     """Moments (M, N, C) of the logits, under M masks of the heads.
 
     A head that is left out has queries, keys and values of zero. It enters the output through its values
@@ -44,7 +43,7 @@ def head_predictions(model: mj.Bayesian, inputs: Array, masks: np.ndarray) -> mj
     Args:
       model: of a `VisionTransformer` of `mj.nn`, with `Factorized` beliefs about attention.
       inputs: a batch (N, ...).
-      masks: (M, heads of all blocks) booleans. One compiled pass serves all.
+      masks: (M, heads of all blocks) booleans. One compiled pass serves all of a number.
     """
     heads = heads_of(model)
     if np.shape(masks)[1:] != (sum(heads),):
@@ -52,18 +51,13 @@ def head_predictions(model: mj.Bayesian, inputs: Array, masks: np.ndarray) -> mj
             f"`head_predictions` needs masks (M, {sum(heads)}), the heads of all blocks. Got "
             f"{np.shape(masks)}."
         )
-    return _masked_logits(*nnx.split(model), jnp.asarray(inputs), jnp.asarray(masks), tuple(heads))
+    graph, state = nnx.split(model)
 
-
-@partial(jax.jit, static_argnums=(0, 4))
-def _masked_logits(
-    graph: Any, state: Any, inputs: Array, masks: Array, heads: tuple[int, ...]
-) -> mj.Moments:
     def under(mask: Array) -> mj.Moments:
         model: mj.Bayesian = nnx.merge(graph, state, copy=True)  # or it could not be changed here
         for block, kept in enumerate(jnp.split(mask, np.cumsum(heads)[:-1])):
             for (name, _), belief in attention_beliefs(model, block).items():
-                if name in PROJECTIONS:  # of heads (..., H, K)
+                if name != "out":  # queries, keys and values have heads (..., H, K)
                     there, raw = kept[:, None], belief.raw["scale"]
                     belief.mean.set_value(jnp.where(there, belief.mean[...], 0))
                     raw.set_value(jnp.where(there, raw[...], -jnp.inf))
@@ -114,15 +108,10 @@ def head_importance(
     change = dataset_size * np.asarray(fits[1:] - fits[:1], np.float64)
     left_out = 1 - count / dataset_size  # of a finite data set: no error where it is all given
     error = change.std(axis=1, ddof=1) * (left_out / count) ** 0.5
-    ends = np.cumsum(heads)[:-1]
     saved = [_kl_of_heads(attention_beliefs(model, i), h) for i, h in enumerate(heads)]
-    changes = np.split(change.mean(axis=1), ends)
-    return HeadImportance(
-        changes,
-        np.split(error, ends),
-        saved,
-        [c + kl_weight * s for c, s in zip(changes, saved, strict=True)],
-    )
+    figures = change.mean(axis=1), error, change.mean(axis=1) + kl_weight * np.concatenate(saved)
+    changes, errors, bounds = (np.split(one, np.cumsum(heads)[:-1]) for one in figures)
+    return HeadImportance(changes, errors, saved, bounds)
 
 
 def _kl_of_heads(attention: dict[tuple[str, str], mj.nn.Belief], num_heads: int) -> np.ndarray:

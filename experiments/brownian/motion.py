@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +11,10 @@ from jax import Array
 from scipy import stats
 
 import moment_jax as mj
-from experiments.brownian.stream import residual_stream
 
-FEWEST = 20
-"""Minimum number of inputs for the approximations of the normality test."""
-
-GROUPS = 20
-"""Groups of inputs of the jackknife."""
-
-LEVEL = 0.01
-"""Level of all tests of a report together; each has its share of it (Bonferroni)."""
+FEWEST = 20  # inputs, for the approximations of the normality test
+GROUPS = 20  # of inputs, for the jackknife
+LEVEL = 0.01  # of all tests of a report together; each has its share of it (Bonferroni)
 
 
 class Dependence(NamedTuple):
@@ -58,7 +52,7 @@ class BlockMotion(NamedTuple):
 
 
 class TokenMotion(NamedTuple):
-    """What `token_motion` reports."""
+    """What `motion_report` finds."""
 
     blocks: list[BlockMotion]
     growth: VarianceGrowth
@@ -72,15 +66,12 @@ class TokenMotion(NamedTuple):
     @property
     def sentence(self) -> str:
         """The verdict in plain words."""
-        if self.is_brownian:
-            return (
-                "Nothing in these inputs speaks against the claim that the updates of the tokens are "
-                "Brownian."
-            )
-        return f"The updates of the tokens are not Brownian: {'; '.join(self.failures)}."
+        if self.failures:
+            return f"The updates of the tokens are not Brownian: {'; '.join(self.failures)}."
+        return "Nothing in these inputs speaks against the claim that tokens' updates are Brownian."
 
 
-def token_motion(module: Any, inputs: Array, *, key: Array, permutations: int = 999) -> TokenMotion:
+def motion_report(stream: Array, *, key: Array, permutations: int = 999) -> TokenMotion:
     """Test the claim that tokens do a Brownian motion through the blocks of a Transformer.
 
     The inputs are the independent draws: at each position of the sequence, a token's path over the
@@ -89,25 +80,16 @@ def token_motion(module: Any, inputs: Array, *, key: Array, permutations: int = 
     blocks. Source: The Brownian motion in the Transformer, section 3.2, whose claim it tests.
 
     Args:
-      module: any callable with `blocks` (see `residual_stream`). Not for use inside compiled code.
-      inputs: a batch of N >= 20 independent inputs; some hundreds make for sharp tests, whose cost grows
-        as N^2.
+      stream: a recorded residual stream (L + 1, N, T, D) of N >= 20 independent inputs; some hundreds
+        make for sharp tests, whose cost grows as N^2.
       key: of the permutations.
-      permutations: of each independence test; too few can refute nothing, see `motion_report`.
-    """
-    return motion_report(residual_stream(module, inputs), key=key, permutations=permutations)
-
-
-def motion_report(stream: Array, *, key: Array, permutations: int = 999) -> TokenMotion:
-    """The report on a recorded residual stream (L + 1, N, T, D), the N inputs independent of each other.
-
-    All tests together have the level `LEVEL`; an independence test can refute only if
-    1 / (permutations + 1) is below its share of that, which is checked.
+      permutations: of each independence test. It can refute only if 1 / (permutations + 1) is below its
+        share of the level of all tests together, which is checked.
     """
     if stream.ndim != 4 or stream.shape[0] < 2 or stream.shape[1] < FEWEST:
         raise ValueError(
-            f"`motion_report` needs a stream (L + 1, N, T, D) with L >= 1 and N >= {FEWEST} independent "
-            f"inputs. Got {tuple(stream.shape)}."
+            f"`motion_report` needs a stream (L + 1, N, T, D) with L >= 1 and N >= {FEWEST}. Got "
+            f"{tuple(stream.shape)}."
         )
     depth = stream.shape[0] - 1
     share = LEVEL / (4 * depth)
@@ -117,10 +99,16 @@ def motion_report(stream: Array, *, key: Array, permutations: int = 999) -> Toke
             f"share of the level {LEVEL} over {depth} blocks. Got {permutations}."
         )
     steps = jnp.diff(stream, axis=0)
-    blocks = []
-    for i in range(depth):
-        previous, own_key = steps[i - 1] if i else None, jax.random.fold_in(key, i)
-        blocks.append(_block_motion(stream[i], steps[i], previous, own_key, permutations))
+    blocks = [
+        _block_motion(
+            stream[i],
+            steps[i],
+            steps[i - 1] if i else None,
+            jax.random.fold_in(key, i),
+            permutations,
+        )
+        for i in range(depth)
+    ]
     growth = variance_growth(stream)
     return TokenMotion(blocks, growth, _failures(blocks, growth, share))
 
@@ -183,21 +171,16 @@ def _failures(blocks: list[BlockMotion], growth: VarianceGrowth, share: float) -
     odd = [b.not_normal for b in blocks if b.normality_p < share]
     if odd:
         failures.append(
-            f"steps are not normal (up to {max(odd):.0%} of the coordinates rejected at 1 %)"
+            f"steps are not normal (up to {max(odd):.0%} of coordinates rejected at 1 %)"
         )
     # The largest of several variances is above the smallest by chance too: a wide margin.
     if growth.log_ratio > 5 * growth.log_ratio_error:
-        failures.append(
-            f"the variance of a step differs {np.exp(growth.log_ratio):.1f}-fold between blocks, so "
-            "depth is not its time"
-        )
-    if growth.exponent is not None and growth.exponent_error is not None:
-        gap = abs(growth.exponent - 1)
-        if gap > 3 * growth.exponent_error:
-            failures.append(
-                f"the mean squared displacement grows as depth^{growth.exponent:.2f} "
-                f"(± {growth.exponent_error:.3f}), not as depth"
-            )
+        fold = f"the variance of a step differs {np.exp(growth.log_ratio):.1f}-fold between blocks"
+        failures.append(f"{fold}, so depth is not its time")
+    exponent, error = growth.exponent, growth.exponent_error
+    if exponent is not None and error is not None and abs(exponent - 1) > 3 * error:
+        law = f"depth^{exponent:.2f} (± {error:.3f})"
+        failures.append(f"the mean squared displacement grows as {law}, not as depth")
     return failures
 
 
@@ -210,11 +193,6 @@ def independence_test(x: Array, y: Array, key: Array, *, permutations: int = 199
 
     Source: Szekely and Rizzo, Partial distance correlation with methods for dissimilarities (2014).
     """
-    if x.ndim != 3 or x.shape[:2] != y.shape[:2] or y.ndim != 3 or x.shape[0] < 4:
-        raise ValueError(
-            "`independence_test` needs x (N, T, D) and y (N, T, E) with N >= 4. Got "
-            f"{tuple(x.shape)} and {tuple(y.shape)}."
-        )
     of_x, of_y = (jax.lax.map(_centred, jnp.swapaxes(part, 0, 1)) for part in (x, y))
     scale = jnp.sqrt(jnp.sum(of_x**2) * jnp.sum(of_y**2))
 
@@ -222,10 +200,8 @@ def independence_test(x: Array, y: Array, key: Array, *, permutations: int = 199
         return jnp.sum(of_x * of_y[:, order][:, :, order])
 
     observed = product(jnp.arange(x.shape[0]))
-    shuffled = jax.lax.map(
-        lambda k: product(jax.random.permutation(k, x.shape[0])),
-        jax.random.split(key, permutations),
-    )
+    keys = jax.random.split(key, permutations)
+    shuffled = jax.lax.map(lambda k: product(jax.random.permutation(k, x.shape[0])), keys)
     rank = 1 + jnp.sum(shuffled >= observed)
     return Dependence(observed / jnp.where(scale > 0, scale, 1), rank / (permutations + 1))
 
@@ -241,12 +217,7 @@ def _centred(points: Array) -> Array:
 
 
 def variance_growth(stream: Array) -> VarianceGrowth:
-    """Growth of a residual stream (L + 1, N, T, D) with N >= 2 inputs."""
-    if stream.ndim != 4 or stream.shape[0] < 2 or stream.shape[1] < 2:
-        raise ValueError(
-            "`variance_growth` needs a stream (L + 1, N, T, D) with L >= 1 and N >= 2. Got "
-            f"{tuple(stream.shape)}."
-        )
+    """Growth of a residual stream (L + 1, N, T, D) with N >= FEWEST inputs."""
     paths = np.asarray(stream, np.float64)
     depth, count = len(paths) - 1, paths.shape[1]
     steps, every = np.diff(paths, axis=0), np.arange(count)
@@ -256,7 +227,10 @@ def variance_growth(stream: Array) -> VarianceGrowth:
     displacement = np.stack([square.mean(axis=(0, 2, 3)) for square in squares])  # (L, N)
 
     def log_ratio(chosen: np.ndarray) -> float:
-        return _log_ratio(*_variances(steps[both][:, chosen]))
+        larger, smaller = _variances(steps[both][:, chosen])
+        if larger <= 0:  # nothing moves
+            return 0.0
+        return float(np.log(larger / smaller)) if smaller > 0 else np.inf
 
     def exponent(chosen: np.ndarray) -> float:
         return _exponent(displacement[:, chosen].mean(axis=1))
@@ -277,27 +251,17 @@ def _variances(values: np.ndarray) -> np.ndarray:
     return values.var(axis=1, ddof=1).mean(axis=(1, 2))
 
 
-def _log_ratio(larger: float, smaller: float) -> float:
-    """Their log ratio: 0 where nothing moves, +inf where only the smaller is 0."""
-    if larger <= 0:
-        return 0.0
-    return float(np.log(larger / smaller)) if smaller > 0 else float("inf")
-
-
 def _jackknife(statistic: Callable[[np.ndarray], float], count: int) -> float:
-    """The standard error of a statistic of chosen inputs; nan for fewer than three inputs."""
-    if count < 3:
-        return float("nan")
+    """The standard error of a statistic of chosen inputs."""
     every = np.arange(count)
-    groups = np.array_split(every, min(GROUPS, count))
+    groups = np.array_split(every, GROUPS)
     without = [statistic(np.delete(every, group)) for group in groups]
-    n = len(groups)
-    return float(np.sqrt((n - 1) ** 2 / n * np.var(without, ddof=1)))
+    return float(np.sqrt((GROUPS - 1) ** 2 / GROUPS * np.var(without, ddof=1)))
 
 
 def _exponent(displacement: np.ndarray) -> float:
     """Slope of the straight line through the logarithms; nan where nothing moves."""
     if np.any(displacement <= 0):
-        return float("nan")
+        return np.nan
     lags = np.log(np.arange(1, len(displacement) + 1))
     return float(np.polyfit(lags, np.log(displacement), 1)[0])

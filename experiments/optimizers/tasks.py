@@ -1,10 +1,9 @@
 """The tasks of the comparison: networks of Flax, losses, images, and target losses."""
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +24,7 @@ NUM_HEADS = 4
 BATCH_SIZE = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class OptimizerTask:
+class OptimizerTask(NamedTuple):
     """One comparison."""
 
     name: str  # shown in tables
@@ -66,21 +64,15 @@ class Autoencoder(nnx.Module):
 
 
 def autoencoder() -> OptimizerTask:
-    """(a) Digits through 12 numbers; half the squared error of an image, pixels in [0, 1]."""
-    pixels = data.pixels().reshape(-1, WIDTHS[0])
+    """Digits through 12 numbers; half the squared error of an image, pixels in [0, 1]."""
 
     def loss(model: Any, pixels: Array) -> tuple[Array, Any]:
         output = model(pixels)
         losses = jnp.sum((output - pixels) ** 2, axis=-1) / 2
         return losses.mean(), mj.optim.NormalPrediction(output)
 
+    pixels = data.pixels().reshape(-1, WIDTHS[0])
     return OptimizerTask("autoencoder", Autoencoder, loss, (pixels,), 0.25, 2500, 400)
-
-
-def transformer() -> OptimizerTask:
-    """(b) The plain vision Transformer on digits; cross-entropy."""
-    sizes = {"patch_size": 2, "num_blocks": 2, "num_features": 64, "hidden_features": 256}
-    return _classification("transformer", partial(vision_transformer, **sizes))
 
 
 class AttentionBlock(nnx.Module):
@@ -135,17 +127,9 @@ class ConvolutionNetwork(nnx.Module):
         return self.output(x.reshape(x.shape[0], -1))
 
 
-def attention() -> OptimizerTask:
-    """(c) A Transformer of `nnx.MultiHeadAttention` on digits; cross-entropy."""
-    return _classification("attention", AttentionNetwork)
+def classification(name: str, create: Callable[[int], nnx.Module]) -> OptimizerTask:
+    """Digits by a network; cross-entropy."""
 
-
-def convolution() -> OptimizerTask:
-    """(d) A small convolutional network on digits; cross-entropy."""
-    return _classification("convolution", ConvolutionNetwork)
-
-
-def _classification(name: str, create: Callable[[int], nnx.Module]) -> OptimizerTask:
     def loss(model: Any, images: Array, labels: Array) -> tuple[Array, Any]:
         logits = model(images)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
@@ -154,10 +138,14 @@ def _classification(name: str, create: Callable[[int], nnx.Module]) -> Optimizer
     return OptimizerTask(name, create, loss, tuple(data.load().train), 0.02, 300, 200)
 
 
+SIZES = {"patch_size": 2, "num_blocks": 2, "num_features": 64, "hidden_features": 256}
+NETWORKS: dict[str, Callable[[int], nnx.Module]] = {
+    "attention": AttentionNetwork,
+    "transformer": partial(vision_transformer, **SIZES),
+    "convolution": ConvolutionNetwork,
+}
 TASKS: dict[str, Callable[[], OptimizerTask]] = {
     "autoencoder": autoencoder,
-    "attention": attention,
-    "transformer": transformer,
-    "convolution": convolution,
+    **{name: partial(classification, name, create) for name, create in NETWORKS.items()},
 }
 """Every task by name."""

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 import moment_jax as mj
 from experiments.command_line import PartError
 from experiments.outputs import aligned
-from experiments.scale.processes import VIRTUAL, fresh
+from experiments.scale import VIRTUAL, fresh
 
 ONE = "1x1"
 LAYOUTS = (ONE, "8x1", "1x8", "2x4")  # in a process of eight devices
@@ -49,17 +49,17 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
     for structure in dict.fromkeys(args.structure):  # each is printed when it is there
         results = compute(structure, LAYOUTS, 8)
         results["2 processes"] = compute(structure, [TWO], 2, processes=2)[TWO]
-        found = differences(structure, results)
         rows = [[structure, *WHAT]]
-        rows += [[one["layout"], *(f"{one[what]:.1e}" for what in WHAT)] for one in found]
+        for layout in [name for name in results if name != ONE]:
+            record = differences(results[layout], results[ONE])
+            rows.append([layout, *(f"{record[what]:.1e}" for what in WHAT)])
+            records.append({"structure": structure, "layout": layout, **record})
+            wrong += [
+                f"{structure} on {layout}: {what} differs from one device's by {record[what]:.1e}"
+                for what in WHAT
+                if not record[what] < TOLERANCE
+            ]
         print(aligned(rows), flush=True)
-        records += found
-        wrong += [
-            f"{structure} on {one['layout']}: {what} differs from one device's by {one[what]:.1e}"
-            for one in found
-            for what in WHAT
-            if not one[what] < TOLERANCE
-        ]
     if wrong:
         raise PartError("; ".join(wrong))
     return records
@@ -73,38 +73,29 @@ def compute(
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results.npz"
         words = ["-m", "experiments.scale.devices", str(out), ",".join(layouts), structure]
-        address = f"127.0.0.1:{_free_port()}"
-        places = [[address, str(i), str(processes)] for i in range(processes)]
-        commands = [words + place for place in places] if processes > 1 else [words]
+        commands = [words]
+        if processes > 1:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                address = f"127.0.0.1:{free.getsockname()[1]}"
+            commands = [[*words, address, str(i), str(processes)] for i in range(processes)]
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda one: fresh(one, known, TIMEOUT), commands))
-        results: dict[str, dict[str, np.ndarray]] = {}
+        results: dict[str, dict[str, np.ndarray]] = {layout: {} for layout in layouts}
         with np.load(out) as file:
             for key, value in file.items():
                 layout, name = key.split("/")
-                results.setdefault(layout, {})[name] = value
+                results[layout][name] = value
     return {**results}
 
 
-def differences(structure: str, results: Mapping[str, Results]) -> list[dict[str, Any]]:
-    """For each layout and kind of result, the largest difference from one device's."""
-    records = []
-    for layout in (name for name in results if name != ONE):
-        record: dict[str, Any] = {"structure": structure, "layout": layout}
-        record |= dict.fromkeys(WHAT, 0.0)
-        for name, expected in results[ONE].items():
-            size = max(float(np.max(np.abs(expected))), 1e-3)
-            error = float(np.max(np.abs(results[layout][name] - expected))) / size
-            what = name.split(" ")[0]
-            record[what] = max(record[what], error)
-        records.append(record)
-    return records
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+def differences(results: Results, expected: Results) -> dict[str, float]:
+    """For each kind of result the largest difference, over the largest entry of its array."""
+    record = dict.fromkeys(WHAT, 0.0)
+    for name, wanted in expected.items():
+        size = max(float(np.max(np.abs(wanted))), 1e-3)
+        what = name.split(" ")[0]
+        record[what] = max(record[what], float(np.max(np.abs(results[name] - wanted))) / size)
+    return record
 
 
 def encoder(structure: type[mj.Covariance]) -> mj.Bayesian:
@@ -156,13 +147,9 @@ def main(out: str, layouts: str, structure: str, *place: str) -> None:
     if place:
         address, process, processes = place
         jax.distributed.initialize(
-            address,
-            int(processes),
-            int(process),
-            coordinator_bind_address=address,
-            cluster_detection_method="deactivate",
-            initialization_timeout=60,
-        )
+            address, int(processes), int(process), coordinator_bind_address=address,
+            cluster_detection_method="deactivate", initialization_timeout=60,
+        )  # fmt: skip
     found: dict[str, Any] = {}
     for layout in layouts.split(","):
         rows, columns = (int(n) for n in layout.split("x"))

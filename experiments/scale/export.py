@@ -16,7 +16,7 @@ from jax import Array, export
 import moment_jax as mj
 from experiments.command_line import PartError
 from experiments.outputs import whole_file
-from experiments.scale.processes import fresh
+from experiments.scale import fresh
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 BATCHES = (3, 8)
@@ -38,13 +38,9 @@ assert "moment_jax" not in sys.modules, "the saved function is to run without mo
 def predictive() -> Callable[[Array], Array]:
     """Images (N, height, width) -> class probabilities (N, C) of an untrained network."""
     network = mj.nn.VisionTransformer(
-        image_size=IMAGE_SIZE,
-        patch_size=2,
-        num_classes=10,
-        num_features=16,
-        num_blocks=1,
+        image_size=IMAGE_SIZE, patch_size=2, num_classes=10, num_features=16, num_blocks=1,
         rngs=nnx.Rngs(0),
-    )
+    )  # fmt: skip
     model = mj.Bayesian(network, mj.Categorical())
     return jax.jit(lambda images: model.likelihood(model(images)).probs)
 
@@ -66,23 +62,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for number in BATCHES:
             shape = number, IMAGE_SIZE, IMAGE_SIZE
             given = np.asarray(jax.random.uniform(jax.random.key(number), shape), np.float32)
-            loaded = call_elsewhere(file, given, Path(folder))
-            errors[str(number)] = float(np.max(np.abs(loaded - function(given))))
+            inputs, outputs = Path(folder) / "images.npy", Path(folder) / "probabilities.npy"
+            np.save(inputs, given)
+            fresh(["-c", CALL, str(file.absolute()), str(inputs), str(outputs)])
+            errors[str(number)] = float(np.max(np.abs(np.load(outputs) - function(given))))
     sizes = ", ".join(f"{error:.1e} at {count} images" for count, error in errors.items())
     print(f"export for {', '.join(whole.platforms)}: {size / 1e3:.0f} kB; loaded - direct: {sizes}")
     if not max(errors.values()) < TOLERANCE:
         raise PartError(f"the loaded function differs from the direct call by {sizes}")
-    return {
-        "platforms": list(whole.platforms),
-        "bytes": size,
-        "differences": errors,
-        "file": None if args.out is None else str(file),
-    }
-
-
-def call_elsewhere(file: Path, images: np.ndarray, folder: Path) -> np.ndarray:
-    """What the saved function gives in a fresh process, where JAX is enough."""
-    inputs, outputs = folder / "images.npy", folder / "probabilities.npy"
-    np.save(inputs, images)
-    fresh(["-c", CALL, str(file.absolute()), str(inputs), str(outputs)])
-    return np.asarray(np.load(outputs))
+    kept = None if args.out is None else str(file)
+    return {"platforms": whole.platforms, "bytes": size, "differences": errors, "file": kept}

@@ -8,6 +8,7 @@ update after which they stop: for them `manager.reached_preemption(step)` takes 
 """
 
 import argparse
+import hashlib
 import os
 import signal
 import subprocess
@@ -29,7 +30,7 @@ from jax import Array
 
 import moment_jax as mj
 from experiments.command_line import PartError
-from experiments.scale.processes import ROOT, VIRTUAL
+from experiments.scale import ROOT, VIRTUAL
 
 PREEMPTED = os.EX_TEMPFAIL  # 75: "try again later", the sysexits code for it
 STEPS, SAVE_EVERY, KEPT = 200, 10, 2
@@ -81,27 +82,22 @@ def train(folder: Path, pause: float = 0.0) -> None:
     """Train from the last checkpoint in a folder, or from the start; SystemExit 75 after SIGTERM."""
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    mesh = mj.parallel.make_mesh(model=1)
-    shapes = jax.eval_shape(start, jax.random.key(0))
+    mesh, key = mj.parallel.make_mesh(model=1), jax.random.key(0)
 
-    def placed(leaf: Any) -> jax.ShapeDtypeStruct:
+    def place(leaf: Any) -> jax.NamedSharding:
         divides = leaf.ndim == 2 and leaf.shape[0] % mesh.shape["data"] == 0
-        place = jax.NamedSharding(mesh, jax.P("data") if divides else jax.P())
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+        return jax.NamedSharding(mesh, jax.P("data") if divides else jax.P())
 
-    like = jax.tree.map(placed, shapes)
+    state = jax.device_put(start(key), jax.tree.map(place, jax.eval_shape(start, key)))
     options = ocp.CheckpointManagerOptions(
         save_interval_steps=SAVE_EVERY, max_to_keep=KEPT, cleanup_tmp_directories=True
     )
     with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
-        last = manager.latest_step()
-        if last is None:
-            places = jax.tree.map(lambda leaf: leaf.sharding, like)
-            state = jax.jit(start, out_shardings=places)(jax.random.key(0))
-        else:
-            state = manager.restore(last, args=ocp.args.StandardRestore(like))
-        print(f"from {last or 0}", flush=True)
-        for step in range((last or 0) + 1, STEPS + 1):
+        last = manager.latest_step() or 0
+        if last:
+            state = manager.restore(last, args=ocp.args.StandardRestore(state))
+        print(f"from {last}", flush=True)
+        for step in range(last + 1, STEPS + 1):
             state, _ = update(state, jnp.int32(step))
             print(step, flush=True)
             time.sleep(pause)
@@ -113,6 +109,8 @@ def train(folder: Path, pause: float = 0.0) -> None:
                 manager.wait_until_finished()
                 print(f"SIGTERM: saved {manager.latest_step()}", flush=True)
                 sys.exit(PREEMPTED)
+    leaves = jax.tree.leaves(state | {"key": jax.random.key_data(state["key"])})
+    print(hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in leaves)).hexdigest())
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -126,15 +124,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             _training(broken, -signal.SIGKILL, signal.SIGKILL, KILLED),
             _training(broken, 0),
         ]
-        went_on = [int(lines[0].removeprefix("from ")) for lines in said]
-        saved = int(said[1][-1].split()[-1])
-        first, second = _leaves(whole), _leaves(broken)
-    same = all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
-    print(
-        f"kills: SIGTERM saved update {saved}, from which the next run went on; after SIGKILL at update "
-        f"{said[2][-1]} the last went on from {went_on[3]}; its final state is "
-        f"{'' if same else 'NOT '}an undisturbed run's bit for bit"
-    )
+    went_on = [int(lines[0].removeprefix("from ")) for lines in said]
+    saved, same = int(said[1][-1].split()[-1]), said[0][-1] == said[3][-1]  # digests of the states
+    print(f"kills: SIGTERM saved update {saved}, from which the next run went on; after SIGKILL at "
+          f"update {said[2][-1]} the last went on from {went_on[3]}; its final state is "
+          f"{'' if same else 'NOT '}an undisturbed run's bit for bit")  # fmt: skip
     if not same or went_on[:3] != [0, 0, saved] or not went_on[3] >= saved:
         raise PartError(f"runs went on from {went_on}, SIGTERM saved {saved}, states alike: {same}")
     return {"saved_on_sigterm": saved, "went_on_from": went_on, "alike": same}
@@ -145,8 +139,7 @@ def _training(folder: Path, status: int, number: int | None = None, at: int = 0)
     command = [sys.executable, "-m", "experiments.scale.kills", str(folder), str(PAUSE)]
     known = {**os.environ, **VIRTUAL, "JAX_NUM_CPU_DEVICES": "2"}
     lines = []
-    pipe: Any = subprocess.PIPE
-    options: Any = {"cwd": ROOT, "env": known, "stdout": pipe, "text": True}
+    options: Any = {"cwd": ROOT, "env": known, "stdout": subprocess.PIPE, "text": True}
     # Errors go to a file: a second pipe that nobody reads may fill up.
     with (
         tempfile.TemporaryFile("w+") as errors,
@@ -164,19 +157,6 @@ def _training(folder: Path, status: int, number: int | None = None, at: int = 0)
             said = f"{lines[-1:]}, {errors.read()[-300:]}"
             raise PartError(f"a training ended with {process.returncode}, not {status}: {said}")
     return lines
-
-
-def _leaves(folder: Path) -> list[np.ndarray]:
-    """The arrays of the last checkpoint, on one device."""
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    like = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        jax.eval_shape(start, jax.random.key(0)),
-    )
-    with ocp.CheckpointManager(folder) as manager:
-        state = manager.restore(STEPS, args=ocp.args.StandardRestore(like))
-    state["key"] = jax.random.key_data(state["key"])
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 
 
 if __name__ == "__main__":

@@ -24,20 +24,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import moment_jax as mj
 from experiments.command_line import PartError
 from experiments.outputs import duration
-from experiments.scale.processes import fresh
+from experiments.scale import fresh
 
-# What libtpu asks of a machine without a TPU.
-WITHOUT_CHIPS = {
-    "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-    "TPU_WORKER_HOSTNAMES": "localhost",
+WITHOUT_CHIPS = {  # what libtpu asks of a machine without a TPU
+    "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8", "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_LOG_DIR": "disabled",
-}
-MISSING = (
-    "tpu: skipped, for libtpu is not installed; pip install 'moment_jax[tpu]' compiles it here"
-)
+}  # fmt: skip
 TOPOLOGY = "v5e:4x4"
 COLUMNS = 2  # chips that share heads and hidden units
 PER_ROW = 8  # examples of a batch for each row of chips (the axis `data`)
@@ -61,7 +54,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Compile the step in a process without chips, and print its cost."""
     del args
     if importlib.util.find_spec("libtpu") is None:
-        print(MISSING, flush=True)
+        print("tpu: skipped, for libtpu is not installed; pip install 'moment_jax[tpu]' mends it")
         return {"skipped": "libtpu is not installed"}
     done = fresh(["-m", "experiments.scale.tpu"], WITHOUT_CHIPS)
     record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -99,24 +92,18 @@ def compile_step(mesh: Mesh) -> tuple[jax.stages.Compiled, int]:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
 
     def placed(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-        """By the rules of `mj.parallel`."""
-        key = jax.tree_util
-        names = [
-            part.key if isinstance(part, key.DictKey) else part.idx
-            for part in path
-            if isinstance(part, key.DictKey | key.SequenceKey)  # no fields of Python objects
-        ]
+        """By the rules of `mj.parallel`; fields of Python objects are no names."""
+        key, index = jax.tree_util.DictKey, jax.tree_util.SequenceKey
+        kept = [part for part in path if isinstance(part, key | index)]
+        names = [part.key if isinstance(part, key) else part.idx for part in kept]
         return laid(leaf, *mj.parallel.partition_spec(names, leaf.shape, sizes))
 
     state = params, jax.eval_shape(optimizer.init, params)
     batch = PER_ROW * sizes["data"]
     images = jax.ShapeDtypeStruct((batch, SIDE, SIDE, 3), jnp.float32)
     labels = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    given = (
-        *jax.tree_util.tree_map_with_path(placed, state),
-        laid(images, "data"),
-        laid(labels, "data"),
-    )
+    rows = laid(images, "data"), laid(labels, "data")
+    given = *jax.tree_util.tree_map_with_path(placed, state), *rows
     return jax.jit(step, donate_argnums=(0, 1)).lower(*given).compile(), batch
 
 
@@ -126,23 +113,15 @@ def main() -> None:
     devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGY).devices
     start = time.perf_counter()
     program, batch = compile_step(mj.parallel.make_mesh(None, COLUMNS, devices=devices))
-    memory, costs, text = (
-        program.memory_analysis(),
-        program.cost_analysis(),
-        program.as_text() or "",
-    )
-    assert memory is not None
+    seconds, text = time.perf_counter() - start, program.as_text() or ""
+    memory: Any = program.memory_analysis()
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    size = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+    sent = {name: len(re.findall(rf" {name}(?:-start)?\(", text)) for name in COLLECTIVES}
     record = {
-        "topology": TOPOLOGY,
-        "batch": batch,
-        "seconds_compiling": time.perf_counter() - start,
-        "bytes": memory.argument_size_in_bytes + results + memory.temp_size_in_bytes,
-        "flops": (costs or {}).get("flops"),
-        "collectives": {
-            name: len(re.findall(rf" {name}(?:-start)?\(", text)) for name in COLLECTIVES
-        },
-    }
+        "topology": TOPOLOGY, "batch": batch, "seconds_compiling": seconds, "bytes": size,
+        "flops": (program.cost_analysis() or {}).get("flops"), "collectives": sent,
+    }  # fmt: skip
     print(json.dumps(record), file=sys.stdout)
 
 

@@ -10,31 +10,30 @@ factor on the network's standard deviations. Writes metrics.json and a figure, a
 """
 
 import argparse
-import dataclasses
 import datetime
 import time
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
+from scipy.stats import norm
+from sklearn.linear_model import Ridge
 
 import moment_jax as mj
 from experiments.checkpoints import run_folder
 from experiments.command_line import Parser
-from experiments.figures import BAYES, STYLE, Figure, plt, save
+from experiments.figures import BAYES, Figure, plt, save, styled
 from experiments.outputs import aligned, write_json
-from experiments.seq2seq import baselines, data
-from experiments.seq2seq import training as forecast_training
-from experiments.seq2seq.baselines import LEVELS, Forecast, seasonal_naive
+from experiments.seq2seq import data, network
 from experiments.seq2seq.data import DAY, START, Parts, Windows, tokens
-from experiments.seq2seq.forecaster import bayesian_forecaster
 from experiments.training import fit_saved
 
-NETWORK = "Bayesian Transformer"
+ALPHAS = tuple(10.0**power for power in range(-8, 5))
+LEVELS = (0.5, 0.9)
+NAIVE, RIDGE, NETWORK = "yesterday", "ridge", "Bayesian Transformer"
 NUM_SHOWN = 5
 HORIZON = np.arange(1, DAY + 1)
+CHUNK = 128  # windows of a pass
 
 
 def add_arguments(parser: Parser) -> None:
@@ -48,91 +47,123 @@ def run(args: argparse.Namespace) -> None:
     begin = time.perf_counter()
     parts = data.split(data.load())
     out = run_folder(args)
-    each, alpha = _baselines(parts)
-    scale = data.day_difference_scale(parts.train)
-    network = _train(args, parts, scale)
-    trained = time.perf_counter()
-    later = parts.validation.followed_by(parts.test)
-    forecast = forecast_training.forecast(network, later, scale)
-    count = len(parts.validation.origin)
-    validation, test = forecast.part(slice(count)), forecast.part(slice(count, None))
-    factor = forecast_training.calibration(validation, parts.validation)
-    each[NETWORK] = tuple(part._replace(sd=factor * part.sd) for part in (validation, test))
-    metrics: dict[str, Any] = {
-        "settings": vars(args),
-        "scale": scale,
-        "alpha": alpha,
-        "kl": float(network.kl()),
-        "validation": {n: baselines.scores(one[0], parts.validation) for n, one in each.items()},
-        "test": {n: baselines.scores(one[1], parts.test) for n, one in each.items()},
-        "sd_factor": factor,
-        "without_sd_factor": baselines.scores(test, parts.test),
-        "seconds": {"training": trained - begin},
-    }
-    save(
-        _figure(parts.test, each[NETWORK][1], _spread_out(parts, NUM_SHOWN)), out / "forecasts.png"
+    forecasts, alpha = baselines(parts)
+    # Root mean square of the changes from one day to the next at the same hour, in degrees.
+    scale = float(np.sqrt(np.mean((parts.train.future - yesterday(parts.train)) ** 2)))
+    model = _train(args, parts, scale)
+    seconds = {"training": time.perf_counter() - begin}
+    own = [_forecast(model, part, scale) for part in parts[1:]]
+    # That makes the validation part likeliest: the root mean square of z.
+    z = (parts.validation.future - own[0].mean()) / own[0].std()
+    factor = float(np.sqrt(np.mean(z**2)))
+    forecasts[NETWORK] = [norm(each.mean(), factor * each.std()) for each in own]
+    validation, test = (
+        {name: scores(each[i], part.future) for name, each in forecasts.items()}
+        for i, part in enumerate(parts[1:])
     )
-    metrics["seconds"]["total"] = time.perf_counter() - begin
+    save(_figure(parts.test, forecasts[NETWORK][1]), out / "forecasts.png")
+    metrics: dict[str, Any] = {
+        "settings": vars(args), "scale": scale, "alpha": alpha, "kl": float(model.kl()),
+        "validation": validation, "test": test, "sd_factor": factor,
+        "without_sd_factor": scores(own[1], parts.test.future),
+        "seconds": seconds | {"total": time.perf_counter() - begin},
+    }  # fmt: skip
     write_json(out / "metrics.json", metrics)
     _print(out, metrics)
 
 
-def _spread_out(parts: Parts, count: int) -> np.ndarray:
-    return np.linspace(0, len(parts.test.origin) - 1, count).round().astype(int)
+def yesterday(part: Windows) -> np.ndarray:
+    """Its values again, (N, 24)."""
+    return part.past[:, -DAY:]
 
 
-Both = tuple[Forecast, ...]
-"""Forecasts of the validation part and of the test part."""
+def baselines(parts: Parts) -> tuple[dict[str, list[Any]], float]:
+    """Forecasts of the validation part and of the test part by name, and the ridge's alpha.
+
+    Their spread at each horizon is the root mean square of the validation part's residuals.
+    """
+    alpha, regression = ridge(parts)
+    forecasts = {}
+    for name, means in ((NAIVE, [yesterday(part) for part in parts[1:]]), (RIDGE, regression)):
+        spread = np.sqrt(np.mean((parts.validation.future - means[0]) ** 2, axis=0))
+        forecasts[name] = [norm(mean, spread) for mean in means]
+    return forecasts, alpha
 
 
-def _baselines(parts: Parts) -> tuple[dict[str, Both], float]:
-    """Every baseline's forecasts by name, and the ridge's alpha chosen on the validation part."""
-    fit = baselines.ridge(parts)
-    each: dict[str, Both] = {}
-    for name, predict in (("yesterday", baselines.seasonal_naive), ("ridge", fit.predict)):
-        validation, test = predict(parts.validation), predict(parts.test)
-        each[name] = tuple(
-            baselines.with_residual_spread(validation, mean, parts.validation)
-            for mean in (validation, test)
-        )
-    return each, fit.alpha
+def ridge(parts: Parts) -> tuple[float, list[np.ndarray]]:
+    """Ridge regression of the 24 changes since yesterday on the two differences of the days.
+
+    Without intercept: the linear model of which the network's is the nonlinear one, and which, like it,
+    takes warming and cooling for mirror images. Fitted on the training part; its alpha, in units of the
+    regressors' variance, has the least validation error. Gives alpha, and the means of the later parts.
+    """
+    inputs, *later = (np.diff(part.days, axis=1).reshape(len(part.past), -1) for part in parts)
+    changes = parts.train.future - yesterday(parts.train)
+    means = {}
+    for alpha in ALPHAS:
+        model = Ridge(alpha=alpha * inputs.var(), fit_intercept=False, solver="svd")
+        fit = model.fit(inputs, changes)
+        means[alpha] = [
+            yesterday(p) + fit.predict(x) for p, x in zip(parts[1:], later, strict=True)
+        ]
+    best = min(ALPHAS, key=lambda a: np.mean((parts.validation.future - means[a][0]) ** 2))
+    return best, means[best]
+
+
+def scores(forecast: Any, truth: np.ndarray) -> dict[str, float]:
+    """Negative log-likelihood (nats an hour), CRPS and error in degrees, and coverage.
+
+    The CRPS of a Gaussian is Eq. 21 of Gneiting and Raftery (2007), with the sign turned.
+    """
+    error, sd = truth - forecast.mean(), forecast.std()
+    z = error / sd
+    crps = z * (2 * norm.cdf(z) - 1) + 2 * norm.pdf(z) - np.pi**-0.5
+    inside = {level: np.abs(z) <= norm.ppf((1 + level) / 2) for level in LEVELS}
+    return {
+        "nll": float(-forecast.logpdf(truth).mean()),
+        "crps": float(np.mean(sd * crps)),
+        "rmse": float(np.sqrt(np.mean(error**2))),
+        **{f"coverage_{100 * level:.0f}": float(inside[level].mean()) for level in LEVELS},
+    }
 
 
 def _train(args: argparse.Namespace, parts: Parts, scale: float) -> mj.Bayesian:
     train, validation = tokens(parts.train, scale), tokens(parts.validation, scale)
-    network = bayesian_forecaster(args.structure, train.target_calendar.shape[-1], args.seed)
-    size = min(args.batch_size, len(train.correction))
-    options = {"num_steps": args.steps, "batch_size": size, "kl_weight": args.kl_weight}
-    task = forecast_training.task(train, validation, **options)
-    task = dataclasses.replace(task, settings={"structure": args.structure, **options})
-    trained: mj.Bayesian = fit_saved(task, network, args, "", args.seed).model
+    model = network.bayesian_forecaster(args.structure, train.target_calendar.shape[-1], args.seed)
+    task = network.task(
+        train, validation, num_steps=args.steps, kl_weight=args.kl_weight,
+        batch_size=min(args.batch_size, len(train.correction)), structure=args.structure,
+    )  # fmt: skip
+    trained: mj.Bayesian = fit_saved(task, model, args, "", args.seed).model
     return trained
 
 
-def _figure(part: Windows, forecast: Forecast, shown: np.ndarray) -> Figure:
-    """Some windows: what differs from yesterday, with both bands."""
-    yesterday = seasonal_naive(part)
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, len(shown), figsize=(2.7 * len(shown), 2.8))
-        for axis, i in zip(axes, shown, strict=True):
-            start = START + datetime.timedelta(hours=int(part.origin[i]))
-            _bands(axis, forecast.mean[i] - yesterday[i], forecast.sd[i])
-            axis.plot(HORIZON, part.future[i] - yesterday[i], "k.", ms=4, label="truth")
-            axis.axhline(0, color="0.6", lw=0.7)
-            axis.set(title=f"{start:%d %b, from %H:%M}", xlabel="hours ahead")
-        axes[0].set_ylabel("minus yesterday's (°F)")
-        axes[0].legend(fontsize=7)
+def _forecast(model: mj.Bayesian, part: Windows, scale: float) -> Any:
+    """In degrees, by one pass of moments."""
+    found = model.predict(*tokens(part, scale)[:3], batch_size=CHUNK)
+    mean, sd = (scale * np.asarray(x[..., 0]) for x in (found.mean, found.sd))
+    return norm(yesterday(part) + mean, sd)
+
+
+@styled
+def _figure(part: Windows, forecast: Any) -> Figure:
+    """Some windows of all seasons of a part: what differs from yesterday, with both bands."""
+    shown = np.linspace(0, len(part.origin) - 1, NUM_SHOWN).round().astype(int)
+    figure, axes = plt.subplots(1, NUM_SHOWN, figsize=(2.7 * NUM_SHOWN, 3.1), sharey=True)
+    naive = yesterday(part)
+    for axis, i in zip(axes, shown, strict=True):
+        start = START + datetime.timedelta(hours=int(part.origin[i]))
+        for level, shade in zip(LEVELS, (0.45, 0.2), strict=True):
+            band = [end[i] - naive[i] for end in forecast.interval(level)]
+            label = f"{100 * level:.0f} % band"
+            axis.fill_between(HORIZON, *band, color=BAYES, alpha=shade, lw=0, label=label)
+        axis.plot(HORIZON, forecast.mean()[i] - naive[i], color=BAYES, lw=1, label="forecast")
+        axis.plot(HORIZON, part.future[i] - naive[i], "k.", ms=4, label="truth")
+        axis.axhline(0, color="0.6", lw=0.7)
+        axis.set(title=f"{start:%d %b, from %H:%M}", xlabel="hours ahead")
+    axes[0].set_ylabel("change since yesterday (°F)")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     return figure
-
-
-def _bands(axes: Axes, mean: np.ndarray, sd: np.ndarray) -> None:
-    for level, shade in zip(LEVELS, (0.45, 0.2), strict=True):
-        width = NormalDist().inv_cdf((1 + level) / 2) * sd
-        label = f"{100 * level:.0f} % band"
-        axes.fill_between(
-            HORIZON, mean - width, mean + width, color=BAYES, alpha=shade, lw=0, label=label
-        )
-    axes.plot(HORIZON, mean, color=BAYES, lw=1, label="forecast")
 
 
 def _print(out: Path, metrics: dict[str, Any]) -> None:

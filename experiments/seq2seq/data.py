@@ -7,7 +7,6 @@ part has seen.
 
 from __future__ import annotations
 
-import csv
 import datetime
 import importlib.util
 import itertools
@@ -54,14 +53,6 @@ class Windows(NamedTuple):
         """What is known, day by day: (N, 3, 24), the same hour of the day below each other."""
         return self.past.reshape(-1, PAST_DAYS, DAY)
 
-    def part(self, chosen: np.ndarray) -> Windows:
-        """Some of the windows."""
-        return Windows(*(array[chosen] for array in self))
-
-    def followed_by(self, other: Windows) -> Windows:
-        """These, then others."""
-        return Windows(*(np.concatenate(both) for both in zip(self, other, strict=True)))
-
 
 class Parts(NamedTuple):
     """Three spans of the year, in this order; no window reaches from one into the next."""
@@ -91,12 +82,13 @@ def load() -> Series:
         raise InputError(MISSING)
     try:
         file = Path(found.submodule_search_locations[0]) / "_data" / "seattle-temps.csv"
-        rows = list(csv.reader(file.read_text(encoding="utf-8").splitlines()))[1:]
+        rows = np.loadtxt(file, str, delimiter=",", skiprows=1)
     except OSError as error:
         raise InputError(f"{MISSING}; the installed one has no seattle-temps.csv") from error
-    times = [datetime.datetime.strptime(row[0], "%Y/%m/%d %H:%M") for row in rows]
-    hours = [round((time - START) / datetime.timedelta(hours=1)) for time in times]
-    return Series(np.array(hours), np.array([float(row[1]) for row in rows]))
+    hours = np.char.replace(rows[:, 0], "/", "-").astype("datetime64[h]") - np.datetime64(
+        START, "h"
+    )
+    return Series(hours.astype(int), rows[:, 1].astype(float))
 
 
 def windows(series: Series, first: int, last: int) -> Windows:
@@ -104,16 +96,12 @@ def windows(series: Series, first: int, last: int) -> Windows:
 
     One that an hour is missing in (the clock skipped one in March) is left out.
     """
-    inside = (series.hour >= first) & (series.hour < last)
-    hour, temperature = series.hour[inside], series.temperature[inside]
-    span = PAST + FUTURE
-    if len(hour) < span:
-        raise ValueError(f"A window needs {span} hours. Got {len(hour)} from {first} to {last}.")
-    rows = np.lib.stride_tricks.sliding_window_view(temperature, span)
-    whole = hour[span - 1 :] - hour[: len(hour) - span + 1] == span - 1
-    return Windows(
-        rows[whole, :PAST].copy(), rows[whole, PAST:].copy(), hour[PAST:][: len(rows)][whole]
+    inside, span = (series.hour >= first) & (series.hour < last), PAST + FUTURE
+    hours, rows = (
+        np.lib.stride_tricks.sliding_window_view(values[inside], span) for values in series
     )
+    whole = hours[:, -1] - hours[:, 0] == span - 1
+    return Windows(rows[whole, :PAST], rows[whole, PAST:], hours[whole, PAST])
 
 
 def split(series: Series) -> Parts:
@@ -122,11 +110,6 @@ def split(series: Series) -> Parts:
     days = [round(share * (end - start) / DAY) for share in SHARES]
     borders = [start, *(start + DAY * np.cumsum(days)), end]
     return Parts(*(windows(series, *both) for both in itertools.pairwise(borders)))
-
-
-def day_difference_scale(train: Windows) -> float:
-    """Root mean square of the changes from one day to the next at the same hour, in degrees."""
-    return float(np.sqrt(np.mean((train.future - train.past[:, -DAY:]) ** 2)))
 
 
 def tokens(part: Windows, scale: float) -> Tokens:
@@ -151,8 +134,8 @@ def _calendar(origin: np.ndarray, place: np.ndarray, distance: np.ndarray) -> np
     turn = 2 * np.pi * (origin[:, None] + place) / DAY
     waves = [wave(k * turn) for k in (1, 2) for wave in (np.sin, np.cos)]
     near = [2 * distance / (DAY - 1) - 1, np.exp(-distance / 2), np.exp(-distance / 6)]
-    shape = turn.shape
-    return np.stack([*waves, *(np.broadcast_to(n, shape) for n in near)], -1).astype(np.float32)
+    every = [*waves, *(np.broadcast_to(n, turn.shape) for n in near)]
+    return np.stack(every, axis=-1).astype(np.float32)
 
 
 def mini_batch(key: Array, step: Array, part: Tokens, size: int) -> Tokens:

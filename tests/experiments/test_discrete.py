@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
+from experiments import discrete
 from experiments.__main__ import main
-from experiments.discrete import models, scores
 
 
 @pytest.mark.slow
@@ -19,7 +19,7 @@ def test_the_experiment(tmp_path, monkeypatch):
     encoder, decoder = (nnx.Linear(*s, rngs=nnx.Rngs(0)) for s in ((16, 4), (4, 16)))
     sizes = {"patches": mj.nn.Patches(4), "image_size": 8, "num_codes": 4}
     network = mj.nn.DiscreteAutoencoder(encoder, decoder, **sizes)
-    monkeypatch.setattr(models, "autoencoder", lambda seed: network)
+    monkeypatch.setattr(discrete, "autoencoder", lambda seed: network)
     options = "--steps 2 --plain-steps 3 --batch-size 4 --draws 2 --structure Diagonal"
     assert main(["discrete", *options.split(), "--out", str(tmp_path)]) == 0
     metrics = json.loads((tmp_path / "metrics.json").read_text())
@@ -35,7 +35,7 @@ def test_hard_codes_of_a_known_autoencoder():
         lambda z: jnp.zeros((*z.shape[:-1], 4)),
         patches=mj.nn.Patches(2), image_size=8, num_codes=4,
     )  # fmt: skip
-    found = scores.score(network, models.load().test, jax.random.key(0), 2)
+    found = discrete.score(network, discrete.load().test, jax.random.key(0), 2)
     np.testing.assert_allclose(found.reconstruction, 64 * np.log(2), rtol=1e-5)
     np.testing.assert_allclose(found.code_kl, 16 * np.log(4), rtol=1e-5)
     assert (found.codes == 2).all()

@@ -5,15 +5,15 @@ import json
 import numpy as np
 import pytest
 
+from experiments import optimizers
 from experiments.__main__ import main
-from experiments.optimizers import runs
-from experiments.optimizers.runs import METHODS, Course, Method
+from experiments.optimizers import METHODS, Course, Method
 
 
 @pytest.mark.slow
 def test_the_comparison(tmp_path, monkeypatch):
     monkeypatch.setitem(METHODS, "adam", Method(METHODS["adam"].optimizer, (1e-3,)))
-    monkeypatch.setattr(runs, "ROUNDS", 1)
+    monkeypatch.setattr(optimizers, "ROUNDS", 1)
     file = tmp_path / "a.json"
     options = ["--task", "autoencoder", "--method", "kfac", "--steps", "3", "--seeds", "1"]
     assert main(["optimizers", *options, "--json", str(file)]) == 0

@@ -5,9 +5,10 @@ import json
 import numpy as np
 import pytest
 
+from experiments import scale
 from experiments.__main__ import main
 from experiments.command_line import PartError
-from experiments.scale import devices, processes, tpu
+from experiments.scale import devices, tpu
 
 
 @pytest.mark.slow
@@ -42,9 +43,9 @@ def test_without_a_package(capsys, monkeypatch, tmp_path):
 
 def test_a_process_that_fails_says_why():
     with pytest.raises(PartError, match="ZeroDivisionError: "):
-        processes.fresh(["-c", "1 / 0"])
+        scale.fresh(["-c", "1 / 0"])
     with pytest.raises(PartError, match="no result"):
-        processes.fresh(["-c", "import time; time.sleep(60)"], timeout=0.01)
+        scale.fresh(["-c", "import time; time.sleep(60)"], timeout=0.01)
 
 
 def test_a_difference_is_a_fault(monkeypatch, capsys):

@@ -10,8 +10,9 @@ from flax import nnx
 from scipy.stats import norm
 
 import moment_jax as mj
+from experiments import seq2seq
 from experiments.__main__ import main
-from experiments.seq2seq import baselines, data, forecaster
+from experiments.seq2seq import data, network
 from experiments.seq2seq.data import DAY, FUTURE, PAST, Series
 
 
@@ -26,7 +27,7 @@ def year(days=60):
 @pytest.fixture
 def tiny(monkeypatch):
     for name, value in {"WIDTH": 4, "NUM_HEADS": 2, "HIDDEN_FEATURES": 4}.items():
-        monkeypatch.setattr(forecaster, name, value)
+        monkeypatch.setattr(network, name, value)
 
 
 def test_no_hour_is_in_two_parts():
@@ -53,8 +54,10 @@ def test_a_network_sees_nothing_of_what_it_forecasts():
 
 @pytest.mark.usefixtures("tiny")
 def test_changes_go_straight_to_the_means_and_add_their_own_variance():
-    given = data.tokens(data.split(year()).train.part(np.arange(6) * 7), 0.5)[:3]
-    model = forecaster.bayesian_forecaster("Diagonal", 7, 0)
+    given = data.tokens(data.Windows(*(array[:42:7] for array in data.split(year()).train)), 0.5)[
+        :3
+    ]
+    model = network.bayesian_forecaster("Diagonal", 7, 0)
     moments = nnx.jit(lambda model: model(*given))
     without, kernel = moments(model), model.weights["linear"]["kernel"]
     kernel.mean.set_value(0.1 * jnp.ones((2 * DAY, DAY)))
@@ -82,11 +85,10 @@ class Shallow(nnx.Linear):
 def test_scores_of_forecasts_by_their_definitions():
     rng = np.random.default_rng(0)
     mean, sd, truth = rng.normal(size=5), rng.uniform(0.5, 2, 5), 2 * rng.normal(size=5)
-    part = data.Windows(*[None] * len(data.Windows._fields))._replace(future=truth)
-    found = baselines.scores(baselines.Forecast(mean, sd), part)
     law, x = norm(mean, sd), np.linspace(-20, 20, 200_001)[:, None]
     crps = np.sum((law.cdf(x) - (x >= truth)) ** 2, axis=0) * (x[1] - x[0])
     low, high = law.interval(0.9)
+    found = seq2seq.scores(law, truth)
     expected = -law.logpdf(truth).mean(), crps.mean(), np.mean((low <= truth) & (truth <= high))
     np.testing.assert_allclose(
         [found[k] for k in ("nll", "crps", "coverage_90")], expected, atol=1e-3

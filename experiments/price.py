@@ -14,29 +14,64 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
 
 import moment_jax as mj
 from experiments.command_line import Parser, PartError
 from experiments.outputs import aligned, duration, write_json
-from experiments.price import parts
-from experiments.price.parts import PARTS, PLAIN, SAMPLED, Shape
 from experiments.programs import GIB, check_memory, compile_program, failure, interleaved, warm_up
 
 Record = dict[str, Any]
 
-KINDS: dict[str, Callable[..., Any]] = {
-    "forward": lambda forward: forward,
-    "gradient": parts.gradient_of,
-}
-DEFAULT = Shape(64, 128, 4, 4)
+PLAIN, SAMPLED = "plain", "sampled"
+NETWORKS = 32  # that one call of SAMPLED draws
 QUEUED = 20  # calls that an accelerator is given before the host waits
 SLOW = 4.0  # seconds for the timed runs of one function, unless three take longer
 CPU_GIB = 4.0  # memory limit without an accelerator
 OVER_PLAIN = {"time": "seconds", "memory": "bytes", "compilation": "compile_seconds"}
-COUNTS = {"operations": "operations", "products": "products"}
+COUNTS = "operations", "products"
+KINDS = "forward", "gradient"
+
+
+class Shape(NamedTuple):
+    """Tokens and features of each of `batch` sequences; the feed-forward layer has 4 D hidden units."""
+
+    tokens: int
+    features: int
+    heads: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"T {self.tokens}, D {self.features}, {self.heads} heads, batch {self.batch}"
+
+
+def dense(shape: Shape, rngs: nnx.Rngs) -> nnx.Module:
+    """A dense layer."""
+    return nnx.Linear(shape.features, shape.features, rngs=rngs)
+
+
+Part = Callable[[Shape, nnx.Rngs], nnx.Module]
+PARTS: dict[str, Part] = {  # plain networks (batch, T, D) -> (batch, T, D)
+    "block": lambda shape, rngs: mj.nn.EncoderBlock(
+        shape.features, shape.heads, norm_first=True, activation="gelu", rngs=rngs
+    ),
+    "attention": lambda shape, rngs: nnx.MultiHeadAttention(
+        shape.heads, shape.features, decode=False, rngs=rngs
+    ),
+    "feed-forward": lambda shape, rngs: mj.nn.MLP(
+        [shape.features, 4 * shape.features, shape.features], activation="gelu", rngs=rngs
+    ),
+    "layer norm": lambda shape, rngs: nnx.LayerNorm(
+        shape.features, use_fast_variance=False, rngs=rngs
+    ),
+    "dense": dense,
+}
+DEFAULT = Shape(64, 128, 4, 4)
 
 
 def add_arguments(parser: Parser) -> None:
@@ -99,8 +134,9 @@ def measure(
     for name in names:
         record: Record = {"shape": shape._asdict(), "structure": name, "part": part, "kind": kind}
         records[name] = record | {"status": "ok"}
-        arguments = partial(parts.arguments_of, name, PARTS[part], shape)
-        function = KINDS[kind](parts.forward_of(name, PARTS[part], shape))
+        arguments = partial(arguments_of, name, PARTS[part], shape)
+        function = forward_of(name, PARTS[part], shape)
+        function = gradient_of(function) if kind == "gradient" else function
         try:
             shapes = jax.eval_shape(arguments)
             # The compiler itself ends the process where a size overflows.
@@ -114,7 +150,7 @@ def measure(
             records[name] |= failure(error)
             runs.pop(name, None)
     for name, seconds in interleaved(runs, repeats, SLOW).items():
-        records[name]["seconds"] = seconds / calls / (parts.NETWORKS if name == SAMPLED else 1)
+        records[name]["seconds"] = seconds / calls / (NETWORKS if name == SAMPLED else 1)
     print(f"{part}, {kind}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
     return list(records.values())
 
@@ -123,6 +159,53 @@ def _queued(function: Any, arguments: tuple[Any, ...], calls: int) -> None:
     for _ in range(calls):
         result = function(*arguments)
     jax.block_until_ready(result)
+
+
+def model_of(name: str, part: Part, shape: Shape) -> Any:
+    """The plain network, or `mj.Bayesian` of it, in the structure of this name."""
+    network = part(shape, nnx.Rngs(0))
+    if name == PLAIN:
+        return network
+    return mj.Bayesian(network, structure=mj.STRUCTURES.get(name, mj.Separable))
+
+
+def forward_of(name: str, part: Part, shape: Shape) -> Callable[..., Any]:
+    """Outputs, or mean and covariance, of a batch: a function of what `arguments_of` gives.
+
+    `name` is a structure's, `PLAIN`, or `SAMPLED`: `NETWORKS` plain networks drawn from the beliefs.
+    """
+    graph, _ = nnx.split(nnx.eval_shape(lambda: model_of(name, part, shape)))
+
+    def forward(params: Any, *inputs: Any) -> Any:
+        model = nnx.merge(graph, params)
+        if name != SAMPLED:
+            return model(inputs if len(inputs) > 1 else inputs[0])
+        keys = jax.random.split(jax.random.key(0), NETWORKS)
+        return jax.lax.map(lambda key: model.sample(key)(*inputs), keys, batch_size=8)
+
+    return forward
+
+
+def arguments_of(name: str, part: Part, shape: Shape) -> tuple[Any, ...]:
+    """Parameters (`Factorized`) and inputs (batch, T, D); for a structure their covariance too.
+
+    That is what a dense layer leaves.
+    """
+    params = nnx.state(model_of(name, part, shape))
+    x = jax.random.normal(jax.random.key(1), (shape.batch, shape.tokens, shape.features))
+    if name in (PLAIN, SAMPLED):
+        return params, x
+    return params, x, nnx.jit(model_of(name, dense, shape))(x).cov
+
+
+def gradient_of(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """By parameters and inputs, as in a stack, of the mean squares of all that `forward` gives."""
+
+    def loss(arguments: tuple[Any, ...]) -> Array:
+        squares = [jnp.mean(y**2) for y in jax.tree.leaves(forward(*arguments))]
+        return jnp.stack(squares).sum()
+
+    return lambda *arguments: jax.grad(loss)(arguments)
 
 
 def table(records: list[Record]) -> str:
@@ -136,7 +219,7 @@ def table(records: list[Record]) -> str:
             pairs = [(found[name, part, kind], found[PLAIN, part, kind]) for kind in KINDS]
             cells = [
                 " / ".join(_cell(own, plain, figure) for own, plain in pairs)
-                for figure in (*OVER_PLAIN.values(), *COUNTS.values())
+                for figure in (*OVER_PLAIN.values(), *COUNTS)
             ]
             one = found.get((SAMPLED, part, "forward"), {})
             cells.append(_ratio(pairs[0][0], one, "seconds") if one else "")
@@ -152,7 +235,7 @@ def table(records: list[Record]) -> str:
 def _cell(own: Record, plain: Record, figure: str) -> str:
     if figure not in own:
         return "-"
-    if figure in COUNTS.values():
+    if figure in COUNTS:
         return str(own[figure])
     if own is not plain:
         return _ratio(own, plain, figure)
