@@ -1,11 +1,11 @@
 """Train a Bayesian vision Transformer on handwritten digits by the analytic ELBO.
 
-The last block and the head of a plain network become random. They train in `Diagonal`, whose program
-compiles in a third of the time, and predict in `Separable`, unless --structure says otherwise. Compares it with the plain network, with an
-average of five, with networks sampled from the learned posterior, and with a pass that takes tokens as
-independent; all of it for several seeds, each with its own division of the images, by programs that are
-compiled once. Writes metrics.json and figures (of the first seed, but for risk against coverage), and
-prints one table with standard errors over the seeds.
+The last block and the head of a plain network become random; they train in `Diagonal`, whose program
+compiles in a third of the time, and predict in --structure. Compares the plain network, an average of
+five, the Bayesian one, networks sampled from it, and a pass that takes tokens as independent, for several
+seeds, each with its own division of the images, by programs that are compiled once. Writes metrics.json
+and figures (of the first seed, but for risk against coverage), and prints one table with standard errors
+over the seeds.
 """
 
 import argparse
