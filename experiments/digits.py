@@ -2,10 +2,10 @@
 
 The last block and the head of a plain network become random; they train in `Diagonal`, whose program
 compiles in a third of the time, and predict in --structure. Compares the plain network, an average of
-five, the Bayesian one, networks sampled from it, and a pass that takes tokens as independent, for several
-seeds, each with its own division of the images, by programs that are compiled once. Writes metrics.json
-and figures (of the first seed, but for risk against coverage), and prints one table with standard errors
-over the seeds.
+five, the Bayesian one, networks sampled from it, and a pass that takes tokens as independent, for
+several seeds, each with its own division of the images, by programs that are compiled once. Writes
+metrics.json and figures (of the first seed, but for risk against coverage), and prints one table with
+standard errors over the seeds.
 """
 
 import argparse
