@@ -41,8 +41,11 @@ def main(argv: list[str] | None = None) -> int:
     except (InputError, PartError, KeyboardInterrupt) as error:
         print(f"experiments: {' '.join(str(error).split())}", file=sys.stderr)  # in one line
         return getattr(error, "status", INTERRUPTED)
-    except BrokenPipeError:  # the reader of our output is gone, as with `head`
+    except OSError as error:
+        # Of the output, say: its reader is gone, as with `head`, or its disk is full.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"experiments: {error}", file=sys.stderr)
         return 1
     return 0
 

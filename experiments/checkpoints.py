@@ -9,6 +9,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from experiments.command_line import InputError, writable_folder
+from experiments.stopping import WRITING
 
 T = TypeVar("T")
 
@@ -37,19 +38,27 @@ class Checkpoints(ocp.CheckpointManager):
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], *, resume: bool) -> None:
-        if not resume:
-            shutil.rmtree(folder, ignore_errors=True)
         self.settings = settings
         options = ocp.CheckpointManagerOptions(
             max_to_keep=2, cleanup_tmp_directories=True, enable_async_checkpointing=False
         )
         handler = ocp.StandardCheckpointHandler()  # named, or reading the settings alone warns
-        super().__init__(folder.absolute(), options=options, item_handlers=handler)
+        with WRITING:
+            if not resume:
+                shutil.rmtree(folder, ignore_errors=True)
+            super().__init__(folder.absolute(), options=options, item_handlers=handler)
 
     def keep(self, step: int, state: Any) -> None:
         """Save the state after `step` updates, and the settings."""
         args = ocp.args.StandardSave(state)
-        self.save(step, args=args, custom_metadata=self.settings, force=True)
+        try:
+            with WRITING:
+                self.save(step, args=args, custom_metadata=self.settings, force=True)
+        except (OSError, ValueError) as error:  # TensorStore's are of both kinds
+            raise InputError(
+                f"cannot save update {step} in {self.directory} ({str(error)[:200]}); name an --out "
+                "with room that you may write to"
+            ) from error
 
     def latest(self, like: T) -> T:
         """The latest checkpoint in the form of `like`, or `like` itself if there is none."""

@@ -17,7 +17,7 @@ import numpy as np
 import moment_jax as mj
 from experiments import draws
 from experiments.command_line import Parser
-from experiments.digits_training import trained
+from experiments.digits import trained
 from experiments.outputs import aligned, write_json
 
 KINDS = ("closure", "library", "layer")

@@ -39,9 +39,11 @@ class Parser(argparse.ArgumentParser):
         shown = "" if default is None else " (default: %(default)s)"
         self.add_argument(name, type=kind, default=default, metavar=unit, help=what + shown)
 
-    def whole(self, name: str, default: int | None, what: str, *, least: int = 1) -> None:
-        """A whole number."""
-        self.option(name, default, what, number(int, least=least), "N")
+    def whole(
+        self, name: str, default: int | None, what: str, *, least: int = 1, most: int = 2**31 - 1
+    ) -> None:
+        """A whole number, of 32 bits."""
+        self.option(name, default, what, number(int, least=least, most=most), "N")
 
     def gib(self, name: str, default: float | None, what: str) -> None:
         """A size above 0, in GiB."""
@@ -51,19 +53,14 @@ class Parser(argparse.ArgumentParser):
         self, name: str, table: Iterable[str], default: str | Sequence[str] | None, what: str
     ) -> None:
         """One key of a table; several if the default is a list, or None (all)."""
-        names = list(table)
-        chosen = (
-            (default,) if isinstance(default, str) else ("all",) if default is None else default
-        )
-        shown = f" (default: {' '.join(chosen)})" if chosen else ""
+        names, several = list(table), not isinstance(default, str)
+        chosen = "all" if default is None else " ".join(default) if several else default
+        shown = f" (default: {chosen})" if chosen else ""
         self.add_argument(
-            name,
-            choices=names,
-            nargs=None if isinstance(default, str) else "+",
+            name, choices=names, nargs="+" if several else None, metavar="NAME",
             default=names if default is None else default,
-            metavar="NAME",
             help=f"{what}: {', '.join(names)}{shown}",
-        )
+        )  # fmt: skip
 
     def place(self, name: str, default: str | None, what: str) -> None:
         """A folder."""
@@ -77,7 +74,7 @@ class Parser(argparse.ArgumentParser):
 
     def seed(self, what: str = "random seed") -> None:
         """`--seed N`."""
-        self.whole("--seed", 0, what, least=0)
+        self.whole("--seed", 0, what, least=0, most=10**9)
 
     def out(self, default: str, what: str = "metrics.json, figures and checkpoints") -> None:
         """`--out DIR`."""
@@ -107,22 +104,25 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(
-    kind: type[int] | type[float], *, above: float = -math.inf, least: float = -math.inf
-) -> Callable[[str], int | float]:
-    """A type for `add_argument`: a finite number, `> above` and `>= least`."""
+    kind: type[int] | type[float], *, above: float = -math.inf, least: float = -math.inf,
+    most: float = math.inf,
+) -> Callable[[str], int | float]:  # fmt: skip
+    """A type for `add_argument`: a finite number, `> above`, `>= least` and `<= most`."""
     wanted = "a whole number" if kind is int else "a number"
     if above > -math.inf:
         wanted += f" above {above:g}"
     if least > -math.inf:
         wanted += f", {least:g} or more"
+    if most < math.inf:
+        wanted += f", at most {most:,}"
 
     def parse(text: str) -> int | float:
         try:
             value = kind(text)
         except ValueError:
             value = math.nan
-        if not math.isfinite(value) or value <= above or value < least:
-            raise argparse.ArgumentTypeError(f"needs {wanted}, got {text!r}")
+        if not (least <= value <= most and value > above and math.isfinite(value)):
+            raise argparse.ArgumentTypeError(f"needs {wanted}, got {text[:40]!r}")
         return value
 
     return parse

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from scipy import ndimage
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
@@ -92,6 +93,12 @@ def mini_batch(key: Array, step: Array, part: Images, size: int) -> tuple[Array,
     """The images and labels of update `step`."""
     chosen = batch_indices(key, step, part.labels.size, size)
     return jnp.asarray(part.images)[chosen], jnp.asarray(part.labels)[chosen]
+
+
+def turned(images: np.ndarray, angle: float, background: float) -> np.ndarray:
+    """Images (N, H, W) turned by an angle in degrees, with new corners empty."""
+    options = {"axes": (2, 1), "reshape": False, "order": 1, "cval": background}
+    return np.asarray(ndimage.rotate(images, angle, **options), np.float32)
 
 
 def shifted(key: Array, images: Array, background: float, most: int = 1) -> Array:

@@ -128,14 +128,14 @@ def _batch(images: np.ndarray, size: int, key: Array, step: Array) -> tuple[Arra
     return jnp.asarray(images)[chosen], jax.random.fold_in(draw_key, step)
 
 
-def _validation(images: np.ndarray, **options: Any) -> Callable[[Any], Array]:
+def _validation(images: np.ndarray, **options: Any) -> Callable[[Any, Any], Array]:
     """A network's negative ELBO, by a few draws of hard codes, always the same.
 
     `options` are further arguments of its `negative_elbo`.
     """
     repeated = jnp.tile(jnp.asarray(images), (VALIDATION_DRAWS, 1, 1))
 
-    def score(network: Any) -> Array:
+    def score(network: Any, _: Any) -> Array:
         key = jax.random.key(0)
         bound = network.negative_elbo(repeated, key, 1.0, straight_through=True, **options)
         return jnp.mean(bound.reconstruction + bound.code_kl)

@@ -70,12 +70,10 @@ def dropout(params: Any, rate: Array | float) -> Draw:
         for number, (path, array) in enumerate(leaves):
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             if not name.endswith(("bias", "scale")):
-                inputs = (
-                    array.ndim - 1 if name.endswith("out/kernel") else 1
-                )  # of heads (H, K, out)
-                own = jax.random.fold_in(key, number)
+                inputs = array.ndim - 1 if name.endswith("out/kernel") else 1  # heads (H, K, out)
                 shape = array.shape[:inputs] + (1,) * (array.ndim - inputs)
-                array = array * jax.random.bernoulli(own, 1 - rate, shape) / (1 - rate)
+                kept = jax.random.bernoulli(jax.random.fold_in(key, number), 1 - rate, shape)
+                array = array * kept / (1 - rate)
             arrays.append(array)
         return jax.tree.unflatten(form, arrays)
 
@@ -89,9 +87,8 @@ def outputs(
     if groups == 1:  # single matrix products are faster than batched ones
         return network(draw(key), x)
     parts = x.reshape(groups, x.shape[0] // groups, *x.shape[1:])
-    result = jax.vmap(lambda key, part: network(draw(key), part))(
-        jax.random.split(key, groups), parts
-    )
+    keys = jax.random.split(key, groups)
+    result = jax.vmap(lambda key, part: network(draw(key), part))(keys, parts)
     return result.reshape(x.shape[0], *result.shape[2:])
 
 
@@ -99,9 +96,8 @@ def many(
     network: Callable[[Arrays, Array], Array], draw: Draw, key: Array, x: Array, count: int
 ) -> Array:
     """Outputs of `count` networks, (count, N, ...)."""
-    return jax.lax.map(
-        lambda key: network(draw(key), x), jax.random.split(key, count), batch_size=8
-    )
+    keys = jax.random.split(key, count)
+    return jax.lax.map(lambda key: network(draw(key), x), keys, batch_size=8)
 
 
 def with_spreads(model: mj.Bayesian, sd: Callable[[Array], Array]) -> mj.Bayesian:
@@ -122,11 +118,12 @@ def learned_prior_kl(params: Any) -> Array:
     The best s^2 of an array (empirical Bayes, type II) is the mean of mean^2 + variance; there the KL is
     the half of sum log(s^2 / variance). `Factorized` beliefs only.
     """
-    total = jnp.zeros(())
-    for own in beliefs(params):
+
+    def kl(own: mj.posterior.Factorized) -> Array:
         best = jnp.mean(own.mean**2 + own.variance)
-        total += 0.5 * jnp.sum(jnp.log(best) - jnp.log(own.variance))
-    return total
+        return 0.5 * jnp.sum(jnp.log(best) - jnp.log(own.variance))
+
+    return sum(map(kl, beliefs(params)), jnp.zeros(()))
 
 
 def beliefs(params: Any) -> list[mj.posterior.Factorized]:

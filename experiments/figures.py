@@ -28,6 +28,11 @@ STYLE = {
     "legend.frameon": False,
 }
 WRONG, OTHER, PLAIN, BAYES = "#c8442f", "#b9c0c8", "#d1852b", "#2b6cb0"
+LINES = (
+    (PLAIN, "-"),
+    ("0.3", "--"),
+    (BAYES, "-"),
+)  # of a plain network, of several, of the Bayesian one
 SHOWN, ENDS = 8, ("surest", "least sure")  # images of a row
 
 
@@ -77,9 +82,10 @@ def doubt(analytic: Prediction, images: Images) -> Figure:
 def risk(curves: dict[str, list[dict[str, float]]]) -> Figure:
     """Share of errors among the surest predictions, against their share of all; means over seeds."""
     figure, axes = plt.subplots(figsize=(4.2, 3.2))
-    for colour, (name, curve) in zip((PLAIN, BAYES), curves.items(), strict=True):
+    for (colour, dashes), (name, curve) in zip(LINES, curves.items(), strict=True):
         mean = 100 * np.array([point["mean"] for point in curve])
-        axes.plot(100 * np.arange(1, len(mean) + 1) / len(mean), mean, color=colour, label=name)
+        kept = 100 * np.arange(1, len(mean) + 1) / len(mean)
+        axes.plot(kept, mean, dashes, color=colour, label=name)
     axes.set(xlabel="predictions kept, the surest first (%)", ylabel="of them wrong (%)")
     axes.set(xlim=(50, 100), ylim=(0, None))
     axes.legend(loc="upper left")

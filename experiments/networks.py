@@ -20,15 +20,17 @@ def vision_transformer(seed: int | Array, **sizes: Any) -> mj.nn.VisionTransform
     return mj.nn.VisionTransformer(rngs=nnx.Rngs(seed), **known | sizes)
 
 
-def bayesian(network: nnx.Module, **settings: Any) -> mj.Bayesian:
+def bayesian(network: nnx.Module, *, random: Any = nnx.Param, **settings: Any) -> mj.Bayesian:
     """A classifier with random weights; `settings` are further arguments of `mj.Bayesian`.
+
+    Those that the filter `random` does not select are certain.
 
     Standard deviations begin at relative_scale / sqrt(fan in), of a bias, gain or position / sqrt(D):
     they do not depend on how large a weight was trained.
     """
     options = BELIEF | settings
     scale = options.pop("relative_scale")
-    weights = nnx.to_pure_dict(nnx.state(network, nnx.Param))
+    weights = nnx.to_pure_dict(nnx.state(network, nnx.All(nnx.Param, random)))
 
     def belief(path: tuple[Any, ...], w: Array) -> mj.posterior.Factorized:
         name, layer = path[-1], path[-2] if len(path) > 1 else ""

@@ -11,18 +11,20 @@ from typing import Any
 import numpy as np
 
 from experiments.command_line import InputError
+from experiments.stopping import WRITING
 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary path that replaces `path` if the block succeeds."""
+    """A temporary path that replaces `path` if the block succeeds; Ctrl-C waits for its end."""
     temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
-        yield temporary
-        os.replace(temporary, path)
+        with WRITING:
+            yield temporary
+            os.replace(temporary, path)
     except OSError as error:
         raise InputError(
-            f"cannot write {path} ({error.strerror}); name a place that you may write to"
+            f"cannot write {path} ({error.strerror}); name a place with room that you may write to"
         ) from error
     finally:
         with contextlib.suppress(OSError):
@@ -84,11 +86,6 @@ def duration(seconds: float) -> str:
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
     """Rows of cells as a table: the first column to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    width, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+    cells = ([first.ljust(width), *map(str.rjust, rest, widths)] for first, *rest in rows)
+    return "\n".join("  ".join(row).rstrip() for row in cells)

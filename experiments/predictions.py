@@ -29,6 +29,11 @@ class Prediction(NamedTuple):
         probabilities, mean, sd = (array[part] for array in self[:3])
         return Prediction(probabilities, mean, sd, self.seconds_per_image)
 
+    def scores(self, labels: np.ndarray) -> dict[str, float]:
+        """Those of `scores`, and the seconds for an image."""
+        found = scores(self.probabilities, labels)
+        return {**found, "seconds_per_image": self.seconds_per_image}
+
 
 @nnx.jit
 def plain(network: Any, images: Array) -> tuple[Array, Array, Array]:
@@ -51,7 +56,7 @@ def drawn(model: mj.Bayesian, images: Array, keys: Array) -> Array:
 
 
 def in_chunks(program: Any, network: Any, images: np.ndarray) -> Prediction:
-    """Predict chunk by chunk; the median time counts."""
+    """Predict chunk by chunk, by a compiled `plain` or `analytic`; the median time counts."""
     results, times = [], []
     for i in range(0, len(images), CHUNK):
         chunk = jnp.asarray(np.resize(images[i : i + CHUNK], (CHUNK, *images.shape[1:])))
@@ -64,10 +69,17 @@ def in_chunks(program: Any, network: Any, images: np.ndarray) -> Prediction:
     return Prediction(probabilities, mean, sd, float(np.median(times)) / CHUNK)
 
 
-def sampled(model: mj.Bayesian, images: np.ndarray, keys: Array) -> Prediction:
-    """The average of the drawn networks; the time of the first call is that of its compilation too."""
+def averaged(members: list[Prediction]) -> Prediction:
+    """The average of several networks' probabilities; the spread of their logits is among them."""
+    probabilities, logits = (np.stack([member[i] for member in members]) for i in (0, 1))
+    seconds = sum(member.seconds_per_image for member in members)
+    return Prediction(probabilities.mean(axis=0), logits.mean(axis=0), logits.std(axis=0), seconds)
+
+
+def sampled(program: Any, model: mj.Bayesian, images: np.ndarray, keys: Array) -> Prediction:
+    """The average of the drawn networks, by a compiled `drawn`."""
     start = time.perf_counter()
-    logits = np.asarray(drawn(model, jnp.asarray(images), keys))
+    logits = np.asarray(program(model, jnp.asarray(images), keys))
     seconds = (time.perf_counter() - start) / len(images)
     probabilities = np.asarray(jax.nn.softmax(logits)).mean(axis=0)
     return Prediction(probabilities, logits.mean(axis=0), logits.std(axis=0, ddof=1), seconds)

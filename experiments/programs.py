@@ -52,9 +52,12 @@ class Program(NamedTuple):
 
 
 def compile_program(function: Callable[..., Any], *arguments: Any) -> Program:
-    """Trace and compile for arguments, or for their shapes and types alone."""
+    """Trace and compile a function, which may be under `jit` already.
+
+    The arguments may be shapes and types alone.
+    """
     start = time.perf_counter()
-    lowered = jax.jit(function).lower(*arguments)
+    lowered = (function if hasattr(function, "lower") else jax.jit(function)).lower(*arguments)
     program = lowered.compile()
     seconds = time.perf_counter() - start
     return Program(program, seconds, needed_bytes(program), lowered)

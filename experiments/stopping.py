@@ -14,6 +14,8 @@ from typing import Any, Self
 WAIT = b"\nexperiments: stopping after these updates; press Ctrl-C again to end at once\n"
 END = b"\nexperiments: stopped at once; the files and checkpoints written before are whole\n"
 INTERRUPTED = 130  # what a shell makes of SIGINT
+WRITING, PATIENCE = threading.RLock(), 10.0
+"""Held while a file or checkpoint is written: the end at once waits for it, so many seconds."""
 
 
 class StopRequest:
@@ -57,6 +59,7 @@ class StopRequest:
             if heard[0] == signal.SIGINT:
                 os.write(2, END if asked else WAIT)
                 if asked:  # without interpreter shutdown: XLA's threads may still be running
+                    WRITING.acquire(timeout=PATIENCE)
                     os._exit(INTERRUPTED)
                 asked = True
         os.close(reading)

@@ -18,6 +18,8 @@ from jax import Array
 
 import moment_jax as mj
 from experiments.checkpoints import Checkpoints
+from experiments.command_line import PartError
+from experiments.programs import Program, compile_program
 from experiments.stopping import StopRequest
 
 T = TypeVar("T")
@@ -39,25 +41,6 @@ def clipped_adam(
     return optax.chain(optax.clip_by_global_norm(norm), adam)
 
 
-class Progress:
-    """Progress of `total` updates: a line on standard error every few seconds."""
-
-    def __init__(self, name: str, total: int, *, initial: int = 0) -> None:
-        self.name, self.total = name, total
-        self._write(initial, "")
-
-    def update(self, done: int, loss: float) -> None:
-        """So many updates are done."""
-        if done >= self.total or time.monotonic() - self.since >= SHOW_SECONDS:
-            self._write(done, f"; loss {loss:.4g}")
-
-    def _write(self, done: int, loss: str) -> None:
-        self.since = time.monotonic()
-        # In one piece, for several loops may write at the same time.
-        sys.stderr.write(f"{self.name}: {done} of {self.total} steps{loss}\n")
-        sys.stderr.flush()
-
-
 @dataclasses.dataclass(frozen=True)
 class Task:
     """What to train.
@@ -67,7 +50,7 @@ class Task:
       loss: (model, given, step) -> the loss; it draws its own mini-batch, by the key in what is given.
       optimizer: an optax transformation.
       num_steps: number of updates.
-      validate: model -> a score to minimise, by which the best parameters are kept
+      validate: (model, given) -> a score to minimise, by which the best parameters are kept.
       wrt: an NNX filter of the variables that are trained.
       settings: those that a checkpoint has to agree with, beside the seed and the number of updates.
     """
@@ -76,7 +59,7 @@ class Task:
     loss: Callable[[Any, Any, Array], Array]
     optimizer: optax.GradientTransformation
     num_steps: int
-    validate: Callable[[Any], Array] | None = None
+    validate: Callable[[Any, Any], Array] | None = None
     wrt: Any = nnx.Param
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -84,10 +67,11 @@ class Task:
         """The loop, and the state before the first update."""
         return mj.inference.Training.of(model, self.optimizer, self.loss, wrt=self.wrt)
 
-    def compile(self, model: nnx.Module, given: Any) -> Any:
+    def compile(self, model: nnx.Module, given: Any) -> Program:
         """`Training.advance` for models of this form."""
         training, state = self.start(model)
-        return training.advance.lower(training, state, given, jnp.int32(0), jnp.int32(0)).compile()
+        zero, advance = jnp.int32(0), type(training).advance
+        return compile_program(advance, training, state, given, zero, zero)
 
 
 class Fitted(NamedTuple):
@@ -100,7 +84,7 @@ class Fitted(NamedTuple):
 
 def fit(
     task: Task, model: nnx.Module, given: Any, store: Checkpoints | None = None,
-    advance: Callable[[], Any] | None = None, request: StopRequest | None = None,
+    advance: Any = None, request: StopRequest | None = None,
 ) -> Fitted:  # fmt: skip
     """Train a copy of a model, from the latest checkpoint if there is one.
 
@@ -109,7 +93,7 @@ def fit(
       model: where to start if there is no checkpoint.
       given: to the loss: a random key, and data if it takes any.
       store: where to save; None to save nothing, and not to wait for Ctrl-C.
-      advance: gives what `Task.compile` makes in another thread; None to compile here.
+      advance: the program of `Task.compile`; None to compile here.
       request: to stop, heard by `together`; None to listen here.
 
     Raises:
@@ -120,23 +104,29 @@ def fit(
     training, state = task.start(model)
     now = {"step": jnp.int32(0), "state": state, "best": state[0], "score": jnp.float32(jnp.inf)}
     now = now if store is None else store.latest(now)
-    progress = Progress(task.name, task.num_steps, initial=int(now["step"]))
-    # Compile first: there is nothing yet that Ctrl-C would have to save.
-    first, program = int(now["step"]), advance() if advance else None
-    run = partial(training.run, now["state"], lambda _: given, task.num_steps, first=first)
+    shown, first = time.perf_counter(), int(now["step"])
+    _tell(f"{task.name}: {first} of {task.num_steps} steps")
+    options = {"first": first, "advance": advance}
+    updates = training.run(now["state"], lambda _: given, task.num_steps, **options)
     heard = nullcontext(StopRequest()) if store is None else StopRequest()
     with heard if request is None else nullcontext(request) as request:
-        for step, state, loss in run(advance=program):
+        for step, state, loss in updates:
             score = jnp.float32(-step)  # the last is the best
             if task.validate is not None:
-                score = _score(training, task.validate, state)
+                score = _score(training, task.validate, state, given)
             best = {"best": state[0], "score": score} if score < now["score"] else {}
             now = now | {"step": jnp.int32(step), "state": state} | best
-            progress.update(step, float(loss))
-            last, late = step == task.num_steps, time.perf_counter() > saved + SAVE_SECONDS
-            if store is not None and (last or late or request.received):
+            last, clock = step == task.num_steps, time.perf_counter()
+            if last or clock > shown + SHOW_SECONDS:
+                _tell(f"{task.name}: {step} of {task.num_steps} steps; loss {loss:.4g}")
+                shown = clock
+            if not jnp.isfinite(loss):
+                raise PartError(
+                    f"{task.name}: the loss is {loss} after update {step}; take other settings"
+                )
+            if store is not None and (last or clock > saved + SAVE_SECONDS or request.received):
                 store.keep(step, now)
-                saved = time.perf_counter()
+                saved = clock
             if store is not None and request.received:
                 raise KeyboardInterrupt(
                     f"stopped after update {step} of {task.num_steps} ({task.name}), which is saved in "
@@ -147,8 +137,8 @@ def fit(
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _score(training: Any, validate: Callable[[Any], Array], state: Any) -> Array:
-    return validate(training.model(state)).astype(jnp.float32)
+def _score(training: Any, validate: Callable[..., Array], state: Any, given: Any) -> Array:
+    return validate(training.model(state), given).astype(jnp.float32)
 
 
 def fit_saved(
@@ -166,15 +156,17 @@ def fit_saved(
         return fit(task, model, key if data is None else (key, data), store, *more)
 
 
-def together(fits: Sequence[Callable[[StopRequest], T]]) -> list[T]:
-    """Several fits at the same time: small updates leave cores idle.
+def together(fits: Sequence[Callable[[StopRequest], T]], threads: int | None = None) -> list[T]:
+    """Several fits at the same time, or `threads` of them: small updates leave cores idle.
 
-    Each has a thread, and is given the request to stop, which only the main thread hears. Where one
-    fails, the others stop as after Ctrl-C, and its error is raised.
+    Each is given the request to stop, which only the main thread hears. Where one fails, the others
+    stop as after Ctrl-C, and its error is raised.
     """
     request = StopRequest()
 
     def guarded(one: Callable[[StopRequest], T]) -> T:
+        if request.received:
+            raise KeyboardInterrupt("stopped before it began")
         try:
             return one(request)
         except BaseException:
@@ -182,12 +174,31 @@ def together(fits: Sequence[Callable[[StopRequest], T]]) -> list[T]:
             raise
 
     with request:  # before any of them begins, or Ctrl-C would leave them running
-        running = in_background(*(partial(guarded, one) for one in fits), threads=len(fits))
+        running = in_background(
+            *(partial(guarded, one) for one in fits), threads=threads or len(fits)
+        )
         wait(running)
     errors = [error for one in running if (error := one.exception()) is not None]
     if errors:  # those that were only stopped come last
         raise min(errors, key=lambda error: isinstance(error, KeyboardInterrupt))
     return [one.result() for one in running]
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"{line}\n")  # in one piece, for several threads may write at the same time
+    sys.stderr.flush()
+
+
+def compiling(programs: dict[str, Callable[[], Program]]) -> dict[str, Future[Program]]:
+    """Compile one after the other in another thread, and tell for how long."""
+
+    def told(name: str, compiled: Callable[[], Program]) -> Program:
+        program = compiled()
+        _tell(f"compiled {name} in {program.seconds:.1f} s")
+        return program
+
+    running = in_background(*(partial(told, *one) for one in programs.items()))
+    return dict(zip(programs, running, strict=True))
 
 
 def in_background(*functions: Callable[[], T], threads: int = 1) -> list[Future[T]]:

@@ -22,7 +22,7 @@ from experiments.brownian.motion import motion_report
 from experiments.brownian.stream import residual_stream
 from experiments.command_line import Parser, writable_folder
 from experiments.data import Digits, Images
-from experiments.digits_training import trained
+from experiments.digits import trained
 from experiments.figures import save
 from experiments.outputs import aligned, write_json
 

@@ -26,10 +26,11 @@ def heads_of(model: mj.Bayesian) -> list[int]:
     return [block.attention.num_heads for block in owner.blocks]
 
 
-def attention_beliefs(model: mj.Bayesian, block: int) -> dict[tuple[str, str], mj.nn.Belief]:
-    """The beliefs about the attention of a block, such as that of ("query", "kernel")."""
-    owned = {path[-5:]: belief for path, belief in model.owned.items()}
-    return {p[-2:]: x for p, x in owned.items() if p[:-2] == ("blocks", block, "attention")}
+def attention_weights(model: mj.Bayesian, block: int) -> dict[tuple[str, str], Any]:
+    """The weights of the attention of a block, beliefs or certain, such as ("query", "kernel")."""
+    flat = nnx.traversals.flatten_mapping(model.weights, is_leaf=lambda _, x: type(x) is not dict)
+    owner = "blocks", block, "attention"
+    return {path[-2:]: x for path, x in flat.items() if path[-5:-2] == owner}
 
 
 @nnx.jit
@@ -41,7 +42,7 @@ def head_predictions(model: mj.Bayesian, inputs: Array, masks: Array | np.ndarra
     for the queries of all heads. So the moments are those of the model without the head.
 
     Args:
-      model: of a `VisionTransformer` of `mj.nn`, with `Factorized` beliefs about attention.
+      model: of a `VisionTransformer` of `mj.nn`, whose attention is `Factorized` or certain.
       inputs: a batch (N, ...).
       masks: (M, heads of all blocks) booleans. One compiled pass serves all of a number.
     """
@@ -56,11 +57,14 @@ def head_predictions(model: mj.Bayesian, inputs: Array, masks: Array | np.ndarra
     def under(mask: Array) -> mj.Moments:
         model: mj.Bayesian = nnx.merge(graph, state, copy=True)  # or it could not be changed here
         for block, kept in enumerate(jnp.split(mask, np.cumsum(heads)[:-1])):
-            for (name, _), belief in attention_beliefs(model, block).items():
-                if name != "out":  # queries, keys and values have heads (..., H, K)
-                    there, raw = kept[:, None], belief.raw["scale"]
-                    belief.mean.set_value(jnp.where(there, belief.mean[...], 0))
-                    raw.set_value(jnp.where(there, raw[...], -jnp.inf))
+            for (name, _), weight in attention_weights(model, block).items():
+                if name == "out":  # queries, keys and values have heads (..., H, K)
+                    continue
+                zeros: list[Any] = [(weight, 0)]
+                if isinstance(weight, mj.nn.Belief):
+                    zeros = [(weight.mean, 0), (weight.raw["scale"], -jnp.inf)]
+                for part, none in zeros:
+                    part.set_value(jnp.where(kept[:, None], part[...], none))
 
         def logits(x: Array) -> mj.Moments:
             found = model(x[None])
@@ -108,17 +112,17 @@ def head_importance(
     change = dataset_size * np.asarray(fits[1:] - fits[:1], np.float64)
     left_out = 1 - count / dataset_size  # of a finite data set: no error where it is all given
     error = change.std(axis=1, ddof=1) * (left_out / count) ** 0.5
-    saved = [_kl_of_heads(attention_beliefs(model, i), h) for i, h in enumerate(heads)]
+    saved = [_kl_of_heads(attention_weights(model, i), h) for i, h in enumerate(heads)]
     figures = change.mean(axis=1), error, change.mean(axis=1) + kl_weight * np.concatenate(saved)
     changes, errors, bounds = (np.split(one, np.cumsum(heads)[:-1]) for one in figures)
     return HeadImportance(changes, errors, saved, bounds)
 
 
-def _kl_of_heads(attention: dict[tuple[str, str], mj.nn.Belief], num_heads: int) -> np.ndarray:
+def _kl_of_heads(attention: dict[tuple[str, str], Any], num_heads: int) -> np.ndarray:
     """By how much the KL falls without each head: that of its own entries, for they are independent."""
     saved = np.zeros(num_heads)
     for path, belief in attention.items():
-        if path == ("out", "bias"):
+        if path == ("out", "bias") or not isinstance(belief, mj.nn.Belief):
             continue
         whole: Any = belief.posterior
         axis = 0 if path[0] == "out" else -2

@@ -8,7 +8,6 @@ import numpy as np
 from jax import Array
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from scipy import ndimage
 from sklearn.datasets import load_digits, load_sample_images
 
 import moment_jax as mj
@@ -62,10 +61,8 @@ SETS: dict[str, Callable[[], tuple[np.ndarray, np.ndarray, int]]] = {
 
 def turned(images: np.ndarray, angle: float, background: np.ndarray) -> np.ndarray:
     """Images (L, N, H, W) turned by an angle in degrees, with new corners empty."""
-    return np.stack([
-        ndimage.rotate(some, angle, axes=(2, 1), reshape=False, order=1, cval=empty)
-        for some, empty in zip(images, background, strict=True)
-    ]).astype(np.float32)  # fmt: skip
+    pairs = zip(images, background, strict=True)
+    return np.stack([data.turned(some, angle, empty) for some, empty in pairs])
 
 
 def others(task: Task, count: int, seed: int = 0) -> dict[str, np.ndarray]:

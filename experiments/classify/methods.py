@@ -114,7 +114,7 @@ class Trainer:
             key, inputs, labels = self._batch(given, step)
             return _cross_entropy(logits(model, key, inputs), labels)
 
-        def validate(model: mj.Bayesian) -> Array:
+        def validate(model: mj.Bayesian, _: Any) -> Array:
             assert self.validation is not None
             inputs, labels = (jnp.asarray(part) for part in self.validation)
             return _cross_entropy(model.at_means()(inputs), labels)

@@ -79,7 +79,7 @@ def task(
         options = {"dataset_size": size, "kl_weight": weight}
         return -network.elbo(tuple(batch[:3]), batch.correction, **options) / DAY
 
-    def validate(network: Any) -> Array:
+    def validate(network: Any, _: Any) -> Array:
         found = network.likelihood(network(*judged[:3]))
         mean, variance, truth = found.mean[..., 0], found.variance[..., 0], judged.correction
         # As the forecasts will be: with the one factor that fits this part.

@@ -7,7 +7,7 @@ pytest.importorskip("sklearn", reason="needs moment_jax[experiments]")
 pytest.importorskip("matplotlib", reason="needs moment_jax[experiments]")
 pytest.importorskip("orbax.checkpoint", reason="needs moment_jax[experiments]")
 
-from experiments import digits_training
+from experiments import digits
 from experiments.__main__ import main
 from experiments.training import Task
 
@@ -42,7 +42,8 @@ def main_job(tmp_path_factory):
     options = "--steps 3 --plain-steps 4 --batch-size 4 --samples 3 --structure Diagonal --seeds 2"
     compile_task = Task.compile
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digits_training, "NUM_BLOCKS", 1)  # for those too that read the folder
+        patch.setattr(digits, "NUM_BLOCKS", 1)  # for those too that read the folder
+        patch.setattr(digits, "MEMBERS", 2)
         patch.setattr(Task, "compile", lambda *a: compiled.append(a) or compile_task(*a))
         with jax.enable_x64(False), jax.numpy_rank_promotion("allow"):
             assert main([*options.split(), "--out", str(folder)]) == 0

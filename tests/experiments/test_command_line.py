@@ -49,6 +49,7 @@ def test_bad_options_of_a_training(name, refused, tmp_path):
     for option, value, *words in (
         ("--structure", "BatchSeparable", *structures),
         ("--steps", "x", "whole number"),
+        ("--steps", "9" * 400, "2,147,483,647"),
         ("--batch-size", "0", "1 or more"),
         ("--kl-weight", "-1", "0 or more"),
     ):

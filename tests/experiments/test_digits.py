@@ -1,8 +1,11 @@
 """The main job at a tiny size, what reads its run, and what a resumed run owes to an unbroken one."""
 
+import errno
 import json
 import os
 import signal
+import subprocess
+import sys
 from functools import partial
 
 import jax
@@ -15,8 +18,8 @@ from flax import nnx
 from experiments import closure, data
 from experiments.__main__ import main
 from experiments.checkpoints import Checkpoints
-from experiments.command_line import InputError
-from experiments.digits_training import trained as of_main_job
+from experiments.command_line import InputError, PartError
+from experiments.digits import trained as of_main_job
 from experiments.outputs import whole_file, write_json
 from experiments.training import Task, fit, together
 
@@ -32,7 +35,7 @@ def descent(model, key, step):
     return jnp.sum((model.w - 1 + 0.1 * noise) ** 2)
 
 
-def distance(model):
+def distance(model, _):
     return jnp.sum((model.w - 1) ** 2)
 
 
@@ -95,7 +98,7 @@ def fail(*_):
 )
 def test_ctrl_c_or_an_error_stops_all_that_train_together(tmp_path, capfd, happens, error, words):
     task = small_task(10**9)
-    program = task.compile(Point(), KEY)
+    program = task.compile(Point(), KEY).call
 
     def advance(state, given, first, count):
         if int(first) == 200:
@@ -104,11 +107,12 @@ def test_ctrl_c_or_an_error_stops_all_that_train_together(tmp_path, capfd, happe
 
     def train(name, advance, request):
         with Checkpoints(tmp_path / name, {}, resume=False) as store:
-            return fit(task, Point(), KEY, store, lambda: advance, request)
+            return fit(task, Point(), KEY, store, advance, request)
 
     one, other = partial(train, "one", advance), partial(train, "other", program)
     with pytest.raises(error, match=words):
-        together([one, other])
+        together([one, other, partial(train, "late", program)], threads=2)
+    assert not (tmp_path / "late").exists()
     assert ("press Ctrl-C again to end at once" in capfd.readouterr().err) == (happens is press)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     saved = {path.parent.name for path in tmp_path.glob("*/*") if path.name.isdigit()}
@@ -118,9 +122,41 @@ def test_ctrl_c_or_an_error_stops_all_that_train_together(tmp_path, capfd, happe
 def test_a_file_is_whole_or_not_there(tmp_path):
     with pytest.raises(ValueError, match="no memory"), whole_file(tmp_path / "a.txt") as temporary:
         fail(temporary.write_text("half"))
+    with pytest.raises(InputError, match=r"No space left .* with room"), whole_file(tmp_path / "a"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert not list(tmp_path.iterdir())
     write_json(tmp_path / "a.json", {"x": float("nan")})
     assert json.loads((tmp_path / "a.json").read_text()) == {"x": None}
+
+
+INTERRUPTED = """
+import os, signal, sys, time
+from pathlib import Path
+from experiments.outputs import whole_file
+from experiments.stopping import StopRequest
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with StopRequest(at_once=True):
+    with whole_file(Path(sys.argv[1])) as temporary:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)
+        temporary.write_text("whole")
+    time.sleep(60)
+"""
+
+
+def test_ctrl_c_waits_for_a_file_that_is_being_written(tmp_path):
+    file = tmp_path / "a.txt"
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, file], capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (130, 2), ended.stderr
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["whole"]
+
+
+def test_a_loss_that_is_no_number_ends_the_training():
+    task = Task("small", lambda model, *_: jnp.sum(model.w) / 0, ADAM, 2)
+    with pytest.raises(PartError, match="small: the loss is nan after update 2"):
+        fit(task, Point(), KEY)
 
 
 def test_an_epoch_sees_every_image_once():
@@ -135,13 +171,11 @@ def test_the_main_job(main_job):
     folder, compiled = main_job
     assert compiled == 2  # one for each network, whatever the number of seeds
     metrics = json.loads((folder / "metrics.json").read_text())
-    assert len(metrics["test"]) == 4
+    assert len(metrics["test"]) == 5
+    assert len(metrics["risk"]) == len(metrics["validation"]) == 3  # one, several, Bayesian
     first, second = (record["kl"] for record in metrics["seeds"])
     assert metrics["kl"]["mean"] == pytest.approx((first + second) / 2)
-    for name, curve in metrics["rotation"].items():
-        upright = metrics["test"][name]["nll"]["mean"]
-        assert curve["nll"][0]["mean"] == pytest.approx(upright, rel=1e-4)
-        assert 0 < curve["entropy"][0]["mean"] <= np.log(10)
+    assert len(metrics["seconds"]["compiled"]) == 6
     for name in ("doubt.png", "risk.png", "spread.png"):
         assert (folder / name).stat().st_size > 10_000
     network, _ = of_main_job(folder)
