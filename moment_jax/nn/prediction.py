@@ -1,5 +1,9 @@
-"""Predictions of a `mj.Bayesian` in batches: the model's graph and the network's options are static."""
+"""Predictions of a `mj.Bayesian`: in batches, and beside sampled networks.
 
+In batches the model's graph and the network's options are static.
+"""
+
+import time
 from functools import partial
 from typing import Any
 
@@ -7,6 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
+
+from moment_jax.nn import inputs as given
+from moment_jax.nn.plain import as_nnx
 
 
 def predicted(
@@ -31,6 +39,46 @@ def predicted(
         part = _predicted(graph, state, batch, known=known)
         parts.append(jax.tree.map(lambda x, left=size - first: x[:left], part))
     return jax.tree.map(lambda *each: jnp.concatenate(each), *parts)
+
+
+def beside_sampled(
+    model: Any, caller: str, x: Any, key: Array | None, samples: int, options: Any
+) -> list[Any]:
+    """One pass, and mean and sd of sampled networks, each with its seconds, compiled."""
+    inputs = given.arguments(x)
+    if samples < 2:
+        raise ValueError(f"`{caller}` needs samples >= 2. Got {samples}.")
+    keys = jax.random.split(jax.random.key(0) if key is None else key, samples)
+
+    @nnx.jit
+    def drawn(model: Any) -> tuple[Array, Array]:
+        def of_network(key: Array) -> Array:
+            return as_nnx(model.sample(key))(*inputs, **options)
+
+        outputs = jax.lax.map(of_network, keys, batch_size=min(samples, 10))
+        return outputs.mean(axis=0), outputs.std(axis=0, ddof=1)
+
+    found = []
+    for run in (nnx.jit(lambda model: model(*inputs, **options)), drawn):
+        jax.block_until_ready(run(model))  # compiles
+        start = time.perf_counter()
+        result = jax.block_until_ready(run(model))
+        found.append((result, time.perf_counter() - start))
+    return found
+
+
+def spread_factors(sd: Array, sampled: Array, samples: int) -> Array:
+    """Factors (C,) from sds (..., C) of a pass and of sampled networks."""
+    known = (sd > 0) & (sampled > 0)
+    if not jnp.any(known):
+        raise ValueError("`corrected` needs an output that varies. Got variances of zero.")
+    ratio = jnp.where(known, sampled / jnp.where(known, sd, 1), jnp.nan)
+    each = jnp.log(jnp.nanmean(ratio, axis=tuple(range(sd.ndim - 1))))
+    centre = jnp.nanmean(each)
+    # Empirical Bayes: what varies beyond the noise of a sampled sd is the features' own.
+    noise, own = 0.5 / (samples - 1), jnp.nanvar(each)
+    kept = jnp.maximum(0, 1 - noise / jnp.maximum(own, noise))
+    return jnp.exp(centre + kept * jnp.nan_to_num(each - centre))
 
 
 class _Static:
