@@ -97,9 +97,11 @@ def scores(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     }
 
 
-def risk(probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Share of errors among the n predictions of least entropy, n = 1 .. N, (N,)."""
-    order = np.argsort(entropy(probabilities), kind="stable")
+def risk(
+    probabilities: np.ndarray, labels: np.ndarray, doubt: np.ndarray | None = None
+) -> np.ndarray:
+    """Share of errors among the n predictions of least doubt, n = 1 .. N, (N,); None: the entropy."""
+    order = np.argsort(entropy(probabilities) if doubt is None else doubt, kind="stable")
     wrong = (probabilities.argmax(axis=1) != labels)[order]
     return np.cumsum(wrong) / np.arange(1, len(labels) + 1)
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import predictions
-from experiments.classify import images, scores
+from experiments.classify import images, scores, selective
 from experiments.classify.compared import Answer, Compared, train_all
 from experiments.classify.images import Task, classifier
 from experiments.classify.methods import Budget, Trainer
@@ -46,6 +46,7 @@ def add_arguments(parser: Parser) -> None:
     parser.whole("--plain-steps", Budget().plain_steps, "updates of a plain network")
     parser.whole("--steps", Budget().steps, "updates of the ELBO")
     parser.whole("--samples", 50, "drawn networks that predict, where they are drawn", least=2)
+    selective.add_flag(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -59,6 +60,9 @@ def run(args: argparse.Namespace) -> None:
     given, labels = (np.concatenate([part] * args.members) for part in task.train)
     build = partial(classifier, task.test.images.shape[-1], task.patch_size)
     trainer = Trainer(build, (given, labels), budget, keys.T.ravel())
+    if args.selective:
+        selective.run(trainer, args, task.validation.images, task.test, out)
+        return
     methods = train_all(trainer, args.seeds, task.validation, args.samples)
     predicted, before, after, rest = {}, {}, {}, {}
     for name, method in methods.items():

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from experiments import predictions
-from experiments.classify import scores
+from experiments.classify import scores, selective
 from experiments.classify.compared import Compared
 from experiments.classify.methods import Budget, Trainer, stacked
 from experiments.command_line import InputError, Parser, named_files, writable_folder
@@ -37,6 +37,8 @@ def add_arguments(parser: Parser) -> None:
     parser.whole("--plain-steps", 3000, "updates of a plain network, the best of which is kept")
     parser.whole("--steps", 1500, "updates of a Bayesian network")
     parser.whole("--samples", 30, "networks drawn by MC dropout to predict", least=2)
+    selective.add_flag(parser)
+    parser.whole("--members", 5, "plain networks that --selective averages")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -52,10 +54,15 @@ def run(args: argparse.Namespace) -> None:
     encoded = given.encoded(vocabulary.encode)
     build = partial(text_model, vocabulary.size, vocabulary.length, len(given.intents))
     budget = Budget(args.plain_steps, steps=args.steps, batch_size=64, weight_decay=1e-2)
-    keys = jax.random.split(jax.random.key(args.seed), args.seeds)
+    count = args.seeds * (args.members if args.selective else 1)
+    keys = jax.random.split(jax.random.key(args.seed), count)
     lose = partial(with_lost_words, rate=LOST)
-    train = stacked(encoded.train, args.seeds)
+    train = stacked(encoded.train, count)
     trainer = Trainer(build, train, budget, keys, lose, encoded.validation)
+    if args.selective:
+        some, _ = stacked(encoded.validation, args.seeds)
+        selective.run(trainer, args, some, stacked(encoded.test, args.seeds), out)
+        return
     name = "TF-IDF, logistic regression"
     measured = {name: _measure(logistic_regression(given), given)}
     for name, method in transformers(trainer, encoded.validation, args.samples):

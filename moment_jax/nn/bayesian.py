@@ -1,7 +1,6 @@
 """`Bayesian`: a Flax network with a Gaussian belief about its weights, the one door of the library."""
 
 import math
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -18,6 +17,7 @@ from moment_jax.covariance.token_gram import num_landmarks
 from moment_jax.nn import likelihood as likelihoods
 from moment_jax.nn import plain
 from moment_jax.nn.belief import Belief, Path, begun, joined, placed
+from moment_jax.nn.prediction import beside_sampled, predicted, spread_factors
 from moment_jax.posterior import Factorized, Posterior, sample_params
 from moment_jax.propagation import linearised as linearise
 from moment_jax.propagation import propagate
@@ -141,7 +141,7 @@ class Bayesian(plain.Module):
             )
         num_landmarks("mj.Bayesian", 1, landmarks)
         self.structure, self.landmarks, self.linearised = structure, landmarks, linearised
-        self.spread: Any = nnx.data(None)  # a factor of the output's sd, see `corrected`
+        self.spread: Any = nnx.data(None)  # factors of the output's sds, see `corrected`
 
     # -- beliefs and networks -------------------------------------------------------------------------
 
@@ -180,6 +180,7 @@ class Bayesian(plain.Module):
     def scaled(self, factor: Array | float) -> Self:
         """A copy with all standard deviations multiplied by a positive number."""
         copy = nnx.clone(self)
+        copy.spread = nnx.data(None)  # it was found with the standard deviations before
         for belief in copy.owned.values():
             belief.scale_by(factor)
         return copy
@@ -188,13 +189,15 @@ class Bayesian(plain.Module):
         """The same variables with another `structure`, `landmarks` or `linearised`.
 
         So a network trained in `Diagonal` predicts in `Separable`, and training one trains the other.
+        Of a corrected model it is a copy.
         """
         known = {name: getattr(self, name) for name in ("structure", "landmarks", "linearised")}
         if set(options) - set(known):
             raise TypeError(
                 f"`replace` takes {', '.join(known)}. Got {', '.join(set(options) - set(known))}."
             )
-        copy = nnx.clone(self, variables=False)
+        # A corrected model keeps variables of its own: others could be trained under its factor.
+        copy = nnx.clone(self, variables=self.spread is not None)
         copy._set_options(**{**known, **options})
         return copy
 
@@ -227,7 +230,7 @@ class Bayesian(plain.Module):
         `mean`, `sd`, `interval(.9)` of real values, and `log_prob(y)` and `sample(key)` of both.
         """
         self._needs_likelihood("predict")
-        return likelihoods.predicted(self, inputs, options, batch_size, self.batch_axes)
+        return predicted(self, inputs, options, batch_size, self.batch_axes)
 
     def elbo(
         self, x: Any, y: Array, *, dataset_size: int, kl_weight: Array | float = 1.0, **options: Any
@@ -260,7 +263,7 @@ class Bayesian(plain.Module):
           samples: number of networks drawn, 2 or more.
           options: the network's keyword arguments.
         """
-        beside = self._beside("check", x, key, samples, options)
+        beside = beside_sampled(self, "check", x, key, samples, options)
         (moments, seconds), ((mean, sd), seconds_sampled) = beside
         ratio = np.asarray(moments.sd / sd)[np.asarray(sd) > 0]
         shift = np.asarray(jnp.abs(moments.mean - mean) / sd)[np.asarray(sd) > 0]
@@ -272,19 +275,21 @@ class Bayesian(plain.Module):
     def corrected(
         self, x: Any, key: Array | None = None, samples: int = 32, **options: Any
     ) -> Self:
-        """A copy whose pass has the spread of sampled networks: one factor for all of the output's sds.
+        """A copy whose pass has the spread of sampled networks: a factor for each feature of the output.
 
-        It is the root of the mean ratio of variances on this input, so give a few dozen examples. For
-        `Diagonal`, which takes tokens as independent: their mean then has a fifth of its sd, and the
-        factor mends most of that. `replace` forgets the factor. Arguments are those of `check`.
+        It is the mean ratio of sds on this input, so give a few dozen examples. Features are drawn to
+        their common factor by what the samples leave open. For `Diagonal`, which takes tokens as
+        independent: their mean then has a fifth of its sd, and the factors mend most of that. They hold
+        for these beliefs: `scaled` and `replace` forget them, and a gradient by the beliefs raises, so
+        correct after training. Arguments are those of `check`.
         """
-        (moments, _), ((_, sd), _) = self._beside("corrected", x, key, samples, options)
-        known = moments.variance > 0
-        if not jnp.any(known & (sd > 0)):
-            raise ValueError("`corrected` needs an output that varies. Got variances of zero.")
-        ratio = jnp.mean(sd**2 / jnp.where(known, moments.variance, 1), where=known)
-        copy, before = nnx.clone(self), 1 if self.spread is None else self.spread[...]
-        copy.spread = nnx.data(nnx.Variable(before * jnp.sqrt(ratio)))
+        beside = beside_sampled(self, "corrected", x, key, samples, options)
+        (moments, _), ((_, sd), _) = beside
+        copy = nnx.clone(self)
+        found = spread_factors(moments.sd, sd, samples)
+        copy.spread = nnx.data(
+            nnx.Variable(found if self.spread is None else found * self.spread[...])
+        )
         return copy
 
     def explain(self, *inputs: Any, **options: Any) -> Steps:
@@ -336,29 +341,6 @@ class Bayesian(plain.Module):
         network: nnx.Module = nnx.merge(self.graph, nnx.from_flat_state(params), rest, copy=True)
         return network
 
-    def _beside(self, caller: str, x: Any, key: Any, samples: int, options: Any) -> list[Any]:
-        """One pass, and mean and sd of sampled networks, each with its seconds, compiled."""
-        key, inputs = jax.random.key(0) if key is None else key, plain.arguments(x)
-        if samples < 2:
-            raise ValueError(f"`{caller}` needs samples >= 2. Got {samples}.")
-        keys, batch = jax.random.split(key, samples), min(samples, 10)
-
-        @nnx.jit
-        def drawn(model: Self) -> tuple[Array, Array]:
-            def of_network(key: Array) -> Array:
-                return model._network(sample_params(model.beliefs, key))(*inputs, **options)
-
-            outputs = jax.lax.map(of_network, keys, batch_size=batch)
-            return outputs.mean(axis=0), outputs.std(axis=0, ddof=1)
-
-        found = []
-        for run in (nnx.jit(lambda model: model(*inputs, **options)), drawn):
-            jax.block_until_ready(run(self))  # compiles
-            start = time.perf_counter()
-            result = jax.block_until_ready(run(self))
-            found.append((result, time.perf_counter() - start))
-        return found
-
     def _moments(self, inputs: tuple[Any, ...], options: Any, *, receipt: bool = False) -> Any:
         axes, beliefs = self.batch_axes, self.beliefs
         means = tuple(x[0] if is_random_input(x) else x for x in inputs)
@@ -386,9 +368,10 @@ class Bayesian(plain.Module):
             of = propagate(fn, structure=self.structure, landmarks=self.landmarks, receipt=receipt)
 
         def one(beliefs: Any, inputs: Any) -> Any:
-            mean, cov, *steps = of(beliefs, *(plain.with_batch(x, axes) for x in inputs))
+            known = beliefs if self.spread is None else _as_corrected(beliefs)
+            mean, cov, *steps = of(known, *(plain.with_batch(x, axes) for x in inputs))
             if self.spread is not None:
-                cov = cov.rescale(jnp.broadcast_to(self.spread[...], (1, cov.shape[-1])))
+                cov = cov.rescale(self.spread[...][None])
             return mean, cov, *steps
 
         try:
@@ -437,3 +420,17 @@ def _at_means(beliefs: Any) -> Any:
         return isinstance(leaf, Posterior)
 
     return jax.tree.map(lambda x: x.mean if is_belief(x) else x, beliefs, is_leaf=is_belief)
+
+
+@jax.custom_jvp
+def _as_corrected(beliefs: Any) -> Any:
+    """Beliefs that have no derivative, for the spread was found at their values."""
+    return beliefs
+
+
+@_as_corrected.defjvp
+def _refused(*_: Any) -> Any:
+    raise ValueError(
+        "A corrected model has factors that hold for its present beliefs. Got a derivative by them. "
+        "Train the model that `corrected` was called on, or model.replace(), and correct it afterwards."
+    )

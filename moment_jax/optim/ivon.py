@@ -9,6 +9,7 @@ from flax import nnx
 from jax import Array
 
 from moment_jax.posterior import Factorized, sample_params
+from moment_jax.xla import materialized
 
 
 class IvonState(NamedTuple):
@@ -155,7 +156,8 @@ def ivon_beliefs(state: Any, params: Any) -> Any:
 
 def ivon_draw(state: Any, params: Any, key: Array) -> Any:
     """The weights at which to take the next gradient, one draw of `ivon_beliefs`, a tree like params."""
-    return sample_params(ivon_beliefs(state, params), key)
+    # Stored, or XLA for CPU draws a bias anew for every token that it is added to.
+    return materialized(sample_params(ivon_beliefs(state, params), key))
 
 
 def _wide(x: Array) -> Any:

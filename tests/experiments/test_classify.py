@@ -10,7 +10,7 @@ from flax import nnx
 import moment_jax as mj
 from experiments import classify, draws
 from experiments.__main__ import main
-from experiments.classify import compared, images, scores
+from experiments.classify import compared, images, scores, selective
 from experiments.classify.images import Task
 from experiments.classify.methods import relative
 from experiments.data import Images
@@ -70,9 +70,11 @@ class Flat(nnx.Module):
         return self.head(x.reshape(len(x), -1))
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*(the edge of the range|chose the factor):UserWarning")
-def test_the_comparison(tmp_path, monkeypatch):
+COUNTS = ["--seeds", "2", "--members", "2", "--plain-steps", "3", "--steps", "2", "--samples", "2"]
+
+
+@pytest.fixture
+def tiny(monkeypatch):
     whole = images.load("digits", (0, 1))
     few = [Images(part.images[:, :60], part.labels[:, :60]) for part in whole[:3]]
     for owner, name, value in (
@@ -86,19 +88,13 @@ def test_the_comparison(tmp_path, monkeypatch):
         (classify, "SHIFTED", 50),
     ):
         monkeypatch.setattr(owner, name, value)
-    counts = [
-        "--seeds",
-        "2",
-        "--members",
-        "2",
-        "--plain-steps",
-        "3",
-        "--steps",
-        "2",
-        "--samples",
-        "2",
-    ]
-    assert main(["classify", "--out", str(tmp_path), *counts]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.filterwarnings("ignore:.*(the edge of the range|chose the factor):UserWarning")
+def test_the_comparison(tmp_path):
+    assert main(["classify", "--out", str(tmp_path), *COUNTS]) == 0
     methods = json.loads((tmp_path / "metrics.json").read_text())["methods"]
     assert len(methods) == 10
     nll = {name: record["test"]["nll"]["mean"] for name, record in methods.items()}
@@ -110,3 +106,22 @@ def test_the_comparison(tmp_path, monkeypatch):
         assert difference == pytest.approx(nll[name] - nll["plain"], abs=1e-9)
     for name in ("shifts.png", "others.png"):
         assert (tmp_path / name).stat().st_size > 10_000
+
+
+def test_selective_scores_of_a_known_ranking():
+    confidence = np.array([0.6, 0.9, 0.7, 0.8])
+    found = selective.scored(np.stack([confidence, 1 - confidence], axis=1), np.array([0, 0, 1, 0]))
+    assert found["aurc"] == pytest.approx(np.mean([0, 0, 1 / 3, 1 / 4]))
+    assert found["coverage_0.005"] == found["coverage_0.01"] == 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("tiny")
+def test_every_way_to_predict_by_one_posterior_is_scored_and_priced(tmp_path):
+    assert main(["classify", "--selective", "--out", str(tmp_path), *COUNTS]) == 0
+    ways = json.loads((tmp_path / "selective.json").read_text())["ways"]
+    assert len(ways) == 2 + 2 * 7
+    for record in ways.values():
+        assert 0 < record["aurc"]["mean"] < 1
+        assert record["price"] > 0
+    assert ways["ELBO: the mean network"]["nll"] != ways["IVON: the mean network"]["nll"]

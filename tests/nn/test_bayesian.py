@@ -210,20 +210,34 @@ def test_a_model_is_checked_and_explained():
     assert (model.beliefs["hidden"]["bias"].mean == 1).all()  # the same variables
 
 
-def test_one_factor_corrects_the_spread_of_a_mean_over_tokens():
+def test_a_factor_for_each_feature_corrects_the_spread_of_a_mean_over_tokens():
     """Of eight alike tokens, which share weights, `Diagonal` has an eighth of their mean's variance."""
     layer = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
     x = jnp.ones((3, 8, 3)) * jnp.arange(1.0, 4.0)[:, None, None]
-    network = nnx.Sequential(layer, lambda x: x.mean(axis=1))
+    network = nnx.Sequential(  # two means over tokens, two features of one token
+        layer, lambda x: jnp.concatenate([x.mean(axis=1)[:, :2], x[:, 0, 2:]], axis=1)
+    )
     model = mj.Bayesian(network, structure=mj.Diagonal)
     right = model.corrected(x, samples=200)
-    assert_close(right.spread[...], jnp.sqrt(8.0), 0.2)
+    assert_close(right.spread[...], jnp.sqrt(jnp.array([8.0, 8, 1, 1])), 0.2)
     before, after = moments_of(model, x), moments_of(right, x)
     assert_close(after.sd, right.spread[...] * before.sd, 1e-6)
     assert_same(after.mean, before.mean)
     assert model.spread is None
-    assert right.replace(structure=mj.Separable).spread is None  # it was of another structure
-    assert_close(right.corrected(x, samples=200).spread[...], right.spread[...], 1e-5)
+    assert_close(right.corrected(x, samples=200).spread[...], right.spread[...], 1e-2)
+
+
+def test_a_correction_is_forgotten_or_refused_with_other_beliefs():
+    x, path = jnp.ones((2, 3)), ("kernel",)
+    model = mj.Bayesian(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), structure=mj.Diagonal)
+    right = model.corrected(x)
+    for other in (right.replace(structure=mj.Full), right.scaled(0.5)):
+        assert other.spread is None
+        assert other.owned[path].mean is not right.owned[path].mean  # not trained under the factors
+    known = jax.grad(lambda x: (right.spread[...] * model(x).sd).sum())(x)
+    assert_close(jax.grad(lambda x: right(x).sd.sum())(x), known, 1e-6)
+    with pytest.raises(ValueError, match="factors that hold for its present beliefs"):
+        nnx.jit(nnx.grad(lambda m: m(x).sd.sum()))(right)
 
 
 class Reports(nnx.Module):

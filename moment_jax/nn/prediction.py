@@ -1,0 +1,106 @@
+"""Predictions of a `mj.Bayesian`: in batches, and beside sampled networks.
+
+In batches the model's graph and the network's options are static.
+"""
+
+import time
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from moment_jax.nn.plain import arguments, as_nnx
+
+
+def predicted(
+    model: nnx.Module, inputs: Any, options: dict[str, Any], batch_size: int, axes: int
+) -> Any:
+    """`model.likelihood(model(*inputs, **options))`, batch by batch where there are batch axes.
+
+    The last batch is filled up with its first example.
+    """
+    if batch_size < 1:
+        raise ValueError(f"`predict` needs batch_size >= 1. Got {batch_size}.")
+    graph, state = nnx.split(model)
+    known = _Static(options)
+    size = jax.tree.leaves(inputs)[0].shape[0] if axes and inputs else 0
+    if size <= batch_size:
+        return _predicted(graph, state, inputs, known=known)
+    parts = []
+    for first in range(0, size, batch_size):
+        rows = np.arange(first, first + batch_size)
+        rows = np.where(rows < size, rows, first)
+        batch = jax.tree.map(lambda x, rows=rows: jnp.asarray(x)[rows], inputs)
+        part = _predicted(graph, state, batch, known=known)
+        parts.append(jax.tree.map(lambda x, left=size - first: x[:left], part))
+    return jax.tree.map(lambda *each: jnp.concatenate(each), *parts)
+
+
+def beside_sampled(
+    model: Any, caller: str, x: Any, key: Array | None, samples: int, options: Any
+) -> list[Any]:
+    """One pass, and mean and sd of sampled networks, each with its seconds, compiled."""
+    inputs = arguments(x)
+    if samples < 2:
+        raise ValueError(f"`{caller}` needs samples >= 2. Got {samples}.")
+    keys = jax.random.split(jax.random.key(0) if key is None else key, samples)
+
+    @nnx.jit
+    def drawn(model: Any) -> tuple[Array, Array]:
+        def of_network(key: Array) -> Array:
+            return as_nnx(model.sample(key))(*inputs, **options)
+
+        outputs = jax.lax.map(of_network, keys, batch_size=min(samples, 10))
+        return outputs.mean(axis=0), outputs.std(axis=0, ddof=1)
+
+    found = []
+    for run in (nnx.jit(lambda model: model(*inputs, **options)), drawn):
+        jax.block_until_ready(run(model))  # compiles
+        start = time.perf_counter()
+        result = jax.block_until_ready(run(model))
+        found.append((result, time.perf_counter() - start))
+    return found
+
+
+def spread_factors(sd: Array, sampled: Array, samples: int) -> Array:
+    """Factors (C,) from sds (..., C) of a pass and of sampled networks."""
+    known = (sd > 0) & (sampled > 0)
+    if not jnp.any(known):
+        raise ValueError("`corrected` needs an output that varies. Got variances of zero.")
+    ratio = jnp.where(known, sampled / jnp.where(known, sd, 1), jnp.nan)
+    each = jnp.log(jnp.nanmean(ratio, axis=tuple(range(sd.ndim - 1))))
+    centre = jnp.nanmean(each)
+    # Empirical Bayes: what varies beyond the noise of a sampled sd is the features' own.
+    noise, own = 0.5 / (samples - 1), jnp.nanvar(each)
+    kept = jnp.maximum(0, 1 - noise / jnp.maximum(own, noise))
+    return jnp.exp(centre + kept * jnp.nan_to_num(each - centre))
+
+
+class _Static:
+    """Keyword arguments as a static argument: arrays count by their values, and stay known."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+        leaves, tree = jax.tree.flatten(options)
+        arrays = jax.Array | np.ndarray
+        known = [
+            (np.asarray(x).tobytes(), x.shape, str(x.dtype)) if isinstance(x, arrays) else x
+            for x in leaves
+        ]
+        self.key = tree, *known
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Static) and self.key == other.key
+
+
+@partial(jax.jit, static_argnums=0, static_argnames="known")
+def _predicted(graph: Any, state: Any, inputs: Any, *, known: _Static) -> Any:
+    model: Any = nnx.merge(graph, state)
+    return model.likelihood(model(*inputs, **known.options))
