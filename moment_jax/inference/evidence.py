@@ -51,6 +51,15 @@ class Setting(NamedTuple):
     doubt: np.ndarray  # variance of each target's mean, (N, ..., D)
 
 
+class Estimate(NamedTuple):
+    """The Laplace approximation at a mode, N(mean, cov), and what the evidence chooses next."""
+
+    mean: np.ndarray  # (P,)
+    cov: np.ndarray  # (P, P), or empty
+    receipt: LaplaceReceipt
+    following: Setting
+
+
 @dataclasses.dataclass(frozen=True)
 class Loss:
     """-log p(targets, weights) for each example, up to a constant, from a batch drawn at random.
@@ -114,8 +123,8 @@ class Evidence:
 
     def maximised(
         self, members: int, steps: int, rate: float, seed: int, tell: Callable[[int, float], None]
-    ) -> list[tuple[np.ndarray, np.ndarray, LaplaceReceipt]]:
-        """Means, covariances and receipts from different starts, side by side.
+    ) -> list[Estimate]:
+        """Estimates, with their covariances, from different starts, side by side.
 
         Adam minimises -log p(targets, weights). After every tenth of its steps the precisions and the
         noise are re-estimated. `tell` is told the number of steps made and the mean log evidence.
@@ -146,12 +155,9 @@ class Evidence:
                     f"standard units. Take a learning_rate below {rate}."
                 )
             found = [self.estimate(*each) for each in zip(modes, settings, strict=True)]
-            settings = [following for _, following in found]
-            tell(end, float(np.mean([receipt.log_evidence for receipt, _ in found])))
-        return [
-            (mode.weights, self.covariance(mode, setting), self.estimate(mode, setting)[0])
-            for mode, setting in zip(modes, settings, strict=True)
-        ]
+            settings = [x.following for x in found]
+            tell(end, float(np.mean([x.receipt.log_evidence for x in found])))
+        return [self.estimate(*each, whole=True) for each in zip(modes, settings, strict=True)]
 
     def mode(self, weights: np.ndarray) -> Mode:
         """The network at these weights. Its matrix is summed in double precision: no sum is negative."""
@@ -165,10 +171,10 @@ class Evidence:
                 roots += batch["weights"].T @ batch["weights"]
         return Mode(weights.astype(np.float64), outputs.reshape(-1, *self.shape), roots)
 
-    def estimate(self, mode: Mode, setting: Setting) -> tuple[LaplaceReceipt, Setting]:
-        """The evidence at a setting, and the next setting by MacKay's update.
+    def estimate(self, mode: Mode, setting: Setting, *, whole: bool = False) -> Estimate:
+        """The evidence at a setting, and the next one by MacKay's update; if `whole`, the covariance.
 
-        That is, the number of weights that the data determine over the sum of their squares. With
+        The update is the number of weights that the data determine over the sum of their squares. With
         S = V / sqrt(noise * precision), all follows from a Cholesky factor of I + S^T S or, the smaller
         one where there are fewer outputs than weights, of I + S S^T.
         """
@@ -182,9 +188,10 @@ class Evidence:
         least = len(matrix) * np.finfo(float).eps * matrix.diagonal().max()  # for a Cholesky factor
         matrix[np.diag_indices_from(matrix)] += 1 + least
         inverse = lapack.dtrtri(np.linalg.cholesky(matrix), lower=1)[0]
-        unknown, half_logdet = _squares(inverse), -np.sum(np.log(np.diag(inverse)))
-        known = _squares(inverse @ scaled) if few else 1 - unknown
+        half = inverse @ scaled if few else inverse
+        known = _squares(half) if few else 1 - _squares(half)
         used, squares = np.bincount(self.of, known), np.bincount(self.of, mode.weights**2)
+        half_logdet = -np.sum(np.log(np.diag(inverse)))
         evidence = log_likelihood(self.likelihood, mode.outputs, self.targets, noise) - half_logdet
         evidence -= 0.5 * float(precision @ squares)
         of_noise = noise if isinstance(self.likelihood, Gaussian) else None
@@ -197,26 +204,19 @@ class Evidence:
             noise = float(np.clip(residual / max(size - used.sum(), 0.1 * size), *NOISES))
         doubt = setting.doubt
         if isinstance(self.likelihood, HeteroscedasticGaussian):
-            shares = [1 - unknown]  # of each output's noise
+            shares = [1 - _squares(inverse)]  # of each output's noise
             if not few:
                 batches = self._batches("roots", mode.weights)
                 shares = [_squares(inverse @ (x["weights"] * scale).T) for x in batches]
             share = np.concatenate(shares)[: mode.outputs.size].reshape(mode.outputs.shape)
             log_noise = np.split(mode.outputs, 2, axis=-1)[1]
             doubt = np.split(share, 2, axis=-1)[0] * np.exp(log_noise)
-        return receipt, Setting(following, noise, doubt)
-
-    def covariance(self, mode: Mode, setting: Setting) -> np.ndarray:
-        """Of all weights, (P, P), in double precision."""
-        from scipy.linalg import lapack
-
-        few = len(mode.roots) < len(mode.weights)
-        matrix = (mode.roots.T @ mode.roots if few else mode.roots) / setting.noise
-        least = len(matrix) * np.finfo(float).eps * matrix.diagonal().max()
-        matrix[np.diag_indices_from(matrix)] += setting.precision[self.of] + least
-        cov = np.tril(lapack.dpotri(np.linalg.cholesky(matrix), lower=1)[0])
-        cov += np.tril(cov, -1).T
-        return cov
+        cov = np.empty(0)
+        if whole:
+            prior_sd = precision[self.of] ** -0.5
+            cov = half.T @ half * prior_sd[:, None] * prior_sd
+            cov = np.diag(prior_sd**2) - cov if few else cov
+        return Estimate(mode.weights, cov, receipt, Setting(following, noise, doubt))
 
     def _batches(self, name: str, weights: np.ndarray) -> Iterator[Any]:
         """What this method of `Curvature` gives for one batch of examples after the other."""
@@ -269,13 +269,13 @@ def by_evidence(
     evidence = Evidence(Raveled(network), known, scaled, targets, shape)
     found = evidence.maximised(members, steps, rate, seed, lambda n, x: tell(n, x - units))
     models = []
-    for mean, cov, receipt in found:
+    for mean, cov, receipt, _ in found:
         noise = Gaussian(jnp.asarray(receipt.noise_variance * spread**2)) if learned else likelihood
         whole = Raveled(Standardised(network, of_inputs, of_targets))
         joint: Any = jnp.asarray(mean, whole.weights[...].dtype), cov
         beliefs = {"weights": FullNormal(*joint)}
         models.append(Bayesian(whole, noise, beliefs=beliefs, linearised=True))
-    receipts = (x._replace(log_evidence=x.log_evidence - units) for *_, x in found)
+    receipts = (x.receipt._replace(log_evidence=x.receipt.log_evidence - units) for x in found)
     return models, tuple(receipts)
 
 
