@@ -15,7 +15,10 @@ from moment_jax.covariance import Moments
 from moment_jax.covariance.fields import check_array, check_variances
 from moment_jax.covariance.numerics import vector_cov, vector_variance
 from moment_jax.expectations.quadrature import expected
+from moment_jax.linalg import psd_cholesky
 from moment_jax.objectives.checks import Cov, check_cov, variances
+from moment_jax.objectives.cubature import normal_points
+from moment_jax.objectives.mixture import MixturePredictive
 from moment_jax.objectives.predictive import (
     BernoulliPredictive,
     CategoricalPredictive,
@@ -23,6 +26,8 @@ from moment_jax.objectives.predictive import (
     probabilities_with_uncertainty,
 )
 from moment_jax.xla import diagonal_matrix
+
+NOISES = 32  # values of a random noise, for its predictive distribution
 
 
 @jax.tree_util.register_dataclass
@@ -55,10 +60,29 @@ class HeteroscedasticGaussian:
     correlated with each other.
     """
 
-    def __call__(self, moments: Moments) -> GaussianPredictive:
-        """A Gaussian with the exact mean and variance of y, which is none."""
+    def __call__(self, moments: Moments) -> MixturePredictive:
+        """The distribution of y: a mixture over 32 values of the noise, of exact mean and variance.
+
+        Given the noise y is Gaussian. Doubt about the noise gives its density heavy tails.
+        """
         mean, variance = predictive_gaussian(moments.mean, moments.variance, self)
-        return GaussianPredictive(mean, diagonal_matrix(variance))
+        size = mean.shape[-1]
+        points = jnp.asarray(normal_points(size, NOISES), mean.dtype)
+        order = jnp.arange(
+            -size, size
+        )  # the log noise first: a Cholesky factor then conditions on it
+        features = moments.features[..., order[:, None], order]
+        flat = features.reshape(-1, 2 * size, 2 * size)
+        root = jax.vmap(psd_cholesky)(flat).reshape(features.shape)
+        log_noise, means = jnp.split(
+            moments.mean[..., None, order] + points @ jnp.swapaxes(root[..., :size], -1, -2),
+            2,
+            axis=-1,
+        )
+        rest = root[..., size:, size:]
+        known = (rest @ jnp.swapaxes(rest, -1, -2))[..., None, :, :]
+        parts = GaussianPredictive(means, known + diagonal_matrix(bounded_exp(log_noise)))
+        return MixturePredictive(mean, diagonal_matrix(variance), parts)
 
 
 @jax.tree_util.register_dataclass

@@ -15,6 +15,7 @@ from moment_jax.objectives.predictive import (
     CategoricalPredictive,
     GaussianPredictive,
     TokenUncertainty,
+    fitting,
 )
 
 
@@ -26,7 +27,7 @@ class MixturePredictive(GaussianPredictive):
     Args:
       mean: (..., D).
       cov: covariance of the last axis, within and between the parts, (..., D, D).
-      parts: the predictions, stacked: means (K, ..., D), covariances (K, ..., D, D).
+      parts: the predictions, stacked: means (..., K, D), covariances (..., K, D, D).
     """
 
     parts: GaussianPredictive
@@ -37,23 +38,24 @@ class MixturePredictive(GaussianPredictive):
 
         def halved(_: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
             middle = (ends[0] + ends[1]) / 2
-            below = stats.norm.cdf(middle[None], mean, sd).mean(axis=0) < p
+            below = stats.norm.cdf(middle[..., None, :], mean, sd).mean(axis=-2) < p
             return jnp.where(below, middle, ends[0]), jnp.where(below, ends[1], middle)
 
-        low, high = jax.lax.fori_loop(0, 40, halved, (each.min(axis=0), each.max(axis=0)))
+        low, high = jax.lax.fori_loop(0, 40, halved, (each.min(axis=-2), each.max(axis=-2)))
         return (low + high) / 2
 
     def log_prob(self, y: Array) -> Array:
         """Log density of targets y (..., D), jointly over the last axis, (...), in nats."""
-        each = jax.vmap(lambda part: part.log_prob(y))(self.parts)
-        return logsumexp(each, axis=0) - jnp.log(len(each))
+        y = jnp.broadcast_to(fitting(y, self.mean)[..., None, :], self.parts.mean.shape)
+        each = self.parts.log_prob(y)
+        return logsumexp(each, axis=-1) - jnp.log(each.shape[-1])
 
     def sample(self, key: Array) -> Array:
         """One draw of each target, (..., D), of the same part for all."""
         of_part, of_target = jax.random.split(key)
-        part = jax.random.randint(of_part, (), 0, len(self.parts.mean))
-        chosen: GaussianPredictive = jax.tree.map(lambda x: x[part], self.parts)
-        return chosen.sample(of_target)
+        part = jax.random.randint(of_part, (), 0, self.parts.mean.shape[-2])
+        mean, cov = self.parts.mean[..., part, :], self.parts.cov[..., part, :, :]
+        return GaussianPredictive(mean, cov).sample(of_target)
 
 
 def averaged(predictions: Sequence[Any]) -> Any:
@@ -67,7 +69,10 @@ def averaged(predictions: Sequence[Any]) -> Any:
         mean = stacked.mean.mean(axis=0)
         apart = stacked.mean - mean[None]
         between = apart[..., :, None] * apart[..., None, :]
-        return MixturePredictive(mean, jnp.mean(stacked.cov + between, axis=0), stacked)
+        each = map(_parts, predictions)
+        means, covs = zip(*((x.mean, x.cov) for x in each), strict=True)
+        parts = GaussianPredictive(jnp.concatenate(means, axis=-2), jnp.concatenate(covs, axis=-3))
+        return MixturePredictive(mean, jnp.mean(stacked.cov + between, axis=0), parts)
     if isinstance(stacked, BernoulliPredictive):
         return jax.tree.map(lambda x: x.mean(axis=0), stacked)
     logs = logsumexp(stacked.log_probs, axis=0) - jnp.log(len(predictions))
@@ -75,3 +80,10 @@ def averaged(predictions: Sequence[Any]) -> Any:
     aleatoric = stacked.uncertainty.aleatoric.mean(axis=0)
     parts = TokenUncertainty(total, aleatoric, jnp.maximum(total - aleatoric, 0))
     return CategoricalPredictive(logs, parts)
+
+
+def _parts(prediction: GaussianPredictive) -> GaussianPredictive:
+    """The parts of a prediction, which may be one, on an axis before the targets'."""
+    if isinstance(prediction, MixturePredictive):
+        return prediction.parts
+    return GaussianPredictive(prediction.mean[..., None, :], prediction.cov[..., None, :, :])

@@ -286,7 +286,7 @@ class BernoulliPredictive:
 
     def log_prob(self, y: Array) -> Array:
         """Log probability of targets y (..., D), from 0 to 1, summed over the last axis."""
-        y, xlogy = _fitting(y, self.probs), jax.scipy.special.xlogy
+        y, xlogy = fitting(y, self.probs), jax.scipy.special.xlogy
         return jnp.sum(xlogy(y, self.probs) + xlogy(1 - y, self.complement), axis=-1)
 
     def sample(self, key: Array) -> Array:
@@ -329,7 +329,7 @@ class GaussianPredictive:
 
     def log_prob(self, y: Array) -> Array:
         """Log density of targets y (..., D), jointly over the last axis, (...), in nats."""
-        y = _fitting(y, self.mean)
+        y = fitting(y, self.mean)
         return jnp.asarray(stats.multivariate_normal.logpdf(y, self.mean, self.cov))
 
     def sample(self, key: Array) -> Array:
@@ -337,7 +337,7 @@ class GaussianPredictive:
         return jax.random.multivariate_normal(key, self.mean, self.cov, method="svd")
 
 
-def _fitting(y: Array, like: Array) -> Array:
+def fitting(y: Array, like: Array) -> Array:
     """Targets in the shape of their predictions; (...) will do for (..., 1)."""
     y = jnp.asarray(y)
     if y.shape == like.shape[:-1] and like.shape[-1] == 1:
