@@ -204,13 +204,15 @@ class Evidence:
             noise = float(np.clip(residual / max(size - used.sum(), 0.1 * size), *NOISES))
         doubt = setting.doubt
         if isinstance(self.likelihood, HeteroscedasticGaussian):
-            shares = [1 - _squares(inverse)]  # of each output's noise
-            if not few:
-                batches = self._batches("roots", mode.weights)
-                shares = [_squares(inverse @ (x["weights"] * scale).T) for x in batches]
-            share = np.concatenate(shares)[: mode.outputs.size].reshape(mode.outputs.shape)
+            pairs = -1, 2, doubt.shape[-1]  # of means and of log noises
+            if few:
+                share = (1 - _squares(inverse)).reshape(pairs)[:, 0]
+            else:
+                each = (x["weights"] * scale for x in self._batches("roots", mode.weights))
+                rows = (x.reshape(*pairs, len(scale))[:, 0].reshape(-1, len(scale)) for x in each)
+                share = np.concatenate([_squares(inverse @ x.T) for x in rows])[: doubt.size]
             log_noise = np.split(mode.outputs, 2, axis=-1)[1]
-            doubt = np.split(share, 2, axis=-1)[0] * np.exp(log_noise)
+            doubt = share.reshape(doubt.shape) * np.exp(log_noise)
         cov = np.empty(0)
         if whole:
             prior_sd = precision[self.of] ** -0.5
