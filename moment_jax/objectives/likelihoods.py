@@ -9,6 +9,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from moment_jax.covariance import Moments
@@ -27,7 +28,7 @@ from moment_jax.objectives.predictive import (
 )
 from moment_jax.xla import diagonal_matrix
 
-NOISES = 32  # values of a random noise, for its predictive distribution
+NOISES = 128  # values of several random noises, for their predictive distribution
 
 
 @jax.tree_util.register_dataclass
@@ -61,28 +62,35 @@ class HeteroscedasticGaussian:
     """
 
     def __call__(self, moments: Moments) -> MixturePredictive:
-        """The distribution of y: a mixture over 32 values of the noise, of exact mean and variance.
+        """The distribution of y, with its exact mean and variance: a mixture over values of the noise.
 
-        Given the noise y is Gaussian. Doubt about the noise gives its density heavy tails.
+        Given the noise y is Gaussian. Doubt about the noise gives its density heavy tails: for one
+        target, the 33 values reach 6 standard deviations of the log noise on both sides.
         """
         mean, variance = predictive_gaussian(moments.mean, moments.variance, self)
         size = mean.shape[-1]
-        points = jnp.asarray(normal_points(size, NOISES), mean.dtype)
-        order = jnp.arange(
-            -size, size
-        )  # the log noise first: a Cholesky factor then conditions on it
+        points, log_weights = (jnp.asarray(x, mean.dtype) for x in _noise_points(size))
+        # The log noise first: the Cholesky factor then conditions the mean on it.
+        order = jnp.arange(-size, size)
         features = moments.features[..., order[:, None], order]
         flat = features.reshape(-1, 2 * size, 2 * size)
         root = jax.vmap(psd_cholesky)(flat).reshape(features.shape)
-        log_noise, means = jnp.split(
-            moments.mean[..., None, order] + points @ jnp.swapaxes(root[..., :size], -1, -2),
-            2,
-            axis=-1,
-        )
+        shift = points @ jnp.swapaxes(root[..., :size], -1, -2)
+        log_noise, means = jnp.split(moments.mean[..., None, order] + shift, 2, axis=-1)
         rest = root[..., size:, size:]
         known = (rest @ jnp.swapaxes(rest, -1, -2))[..., None, :, :]
         parts = GaussianPredictive(means, known + diagonal_matrix(bounded_exp(log_noise)))
-        return MixturePredictive(mean, diagonal_matrix(variance), parts)
+        weights = jnp.broadcast_to(log_weights, means.shape[:-1])
+        return MixturePredictive(mean, diagonal_matrix(variance), parts, weights)
+
+
+def _noise_points(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Points (K, D) of a standard normal variable, and the logarithms of their weights (K,)."""
+    if size > 1:
+        return normal_points(size, NOISES), np.full(NOISES, -math.log(NOISES))
+    points = np.linspace(-6, 6, 33)[:, None]
+    logs = -(points[:, 0] ** 2) / 2
+    return points, logs - np.logaddexp.reduce(logs)
 
 
 @jax.tree_util.register_dataclass

@@ -155,7 +155,7 @@ def test_the_density_of_a_target_whose_noise_is_random(size):
         )
     low, high = (np.asarray(x[0]) for x in found.interval(0.8))
     inside = scipy.stats.norm.cdf(high, means, scale) - scipy.stats.norm.cdf(low, means, scale)
-    np.testing.assert_allclose(inside.mean(axis=0), 0.8, atol=0.02)
+    np.testing.assert_allclose(inside.mean(axis=0), 0.8, atol=0.01)
 
 
 def test_half_precision_keeps_the_doubt_of_many_classes():
