@@ -1,9 +1,9 @@
 """Tables by the published protocol: one hidden layer of 50 ReLU units, 20 splits of UCI sets.
 
-Compares three networks by the evidence, as `mj.fit` trains them, with MC dropout, whose rate and noise
-are chosen for each split on a fifth of its training rows, and with a Gaussian process; then classes of
-two of scikit-learn's tables. Prints negative log-likelihoods, errors, differences paired by split, and
-seconds a split; writes metrics.json.
+Compares three networks by the evidence, as `mj.fit` trains them, whose noise depends on the input or is
+one, with MC dropout, whose rate and noise are chosen for each split on a fifth of its training rows, and
+with a Gaussian process; then classes of two of scikit-learn's tables. Prints negative log-likelihoods,
+errors, differences paired by split, and seconds a split; writes metrics.json.
 """
 
 import argparse

@@ -14,7 +14,7 @@ from flax import nnx
 from jax import Array
 
 from moment_jax.covariance import Full, Moments
-from moment_jax.objectives import Bernoulli, Categorical, Gaussian
+from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
 
 Frame = tuple[nnx.State, nnx.State]  # the random weights, and the rest of the model's state
 Arrays = dict[str, Any]  # by path; of bases: (U, W), None for the entries, () before they are known
@@ -28,13 +28,20 @@ def by_path(tree: Any) -> Arrays:
 
 
 def root_columns(likelihood: Any, outputs: Array, columns: Array) -> Array:
-    """Columns (N, R, C) of a root of the Hessian of -log p in outputs (N, R, C), at noise variance 1."""
+    """Columns (N, R, C) of a root of the Hessian of -log p in outputs (N, R, C), at noise variance 1.
+
+    Where the network predicts the noise, of its expectation over targets, which is never negative.
+    """
     one = jax.nn.one_hot(columns, outputs.shape[-1], dtype=outputs.dtype)[None]
     if isinstance(likelihood, Categorical):
         p = jax.nn.softmax(outputs)
         return jnp.sqrt(jnp.sum(one * p, axis=-1, keepdims=True)) * (one - p)
     if isinstance(likelihood, Bernoulli):
         return one * jnp.sqrt(jax.nn.sigmoid(outputs) * jax.nn.sigmoid(-outputs))
+    if isinstance(likelihood, HeteroscedasticGaussian):
+        log_noise = outputs[..., outputs.shape[-1] // 2 :]
+        roots = jnp.exp(-log_noise / 2), jnp.full_like(log_noise, 0.5**0.5)
+        return one * jnp.concatenate(roots, axis=-1)
     return jnp.broadcast_to(one, outputs.shape)
 
 
@@ -91,7 +98,7 @@ class Curvature:
         outputs, gradients = self._jacobian(frame, data[0])
         size, tokens, classes = outputs.shape
         labels = isinstance(self.likelihood, Categorical)
-        targets = data[1].reshape(outputs.shape[:2] if labels else outputs.shape)
+        targets = data[1].reshape(*outputs.shape[:2], *(() if labels else (-1,)))
 
         def of_tokens(chosen: Array) -> Array:
             at = jnp.zeros((size, len(chosen), tokens, classes, classes), outputs.dtype)

@@ -9,9 +9,10 @@ import numpy as np
 from flax import nnx
 
 from moment_jax.nn.plain import inference_output
-from moment_jax.objectives import Bernoulli, Categorical, Gaussian
+from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
 
-KINDS = (Categorical, Bernoulli, Gaussian)
+REAL = (Gaussian, HeteroscedasticGaussian)
+KINDS = (Categorical, Bernoulli, *REAL)
 CLASSES = (
     "Classes are integers from 0, as targets[..., 0], np.argmax(targets, axis=-1) or np.unique(targets, "
     "return_inverse=True)[1] make them, and the network has an output for each class."
@@ -29,9 +30,12 @@ def need(
 
 def likelihood(caller: str, given: Any) -> None:
     """Raise unless it is one of `KINDS`, a Gaussian one with a number as its noise variance, or None."""
-    rule = "a likelihood, mj.Categorical(), mj.Bernoulli() or mj.Gaussian()"
+    rule = (
+        "a likelihood, mj.Categorical(), mj.Bernoulli(), mj.Gaussian() or "
+        "mj.objectives.HeteroscedasticGaussian()"
+    )
     is_class = isinstance(given, type) and given in KINDS
-    mend = f"Use mj.{given.__name__}()." if is_class else ""
+    mend = f"Give {given.__name__}(), an object." if is_class else ""
     need(caller, isinstance(given, KINDS), rule, repr(given), mend, TypeError)
     noise = getattr(given, "noise_variance", None)
     right = noise is None or (np.ndim(noise) == 0 and 0 < float(noise) < np.inf)
@@ -108,7 +112,11 @@ def _targets(
     check: Any, likelihood: Any, y: np.ndarray, outputs: tuple[int, ...], dtype: Any
 ) -> np.ndarray:
     """Targets that fit outputs of this shape: classes, or numbers finite in this precision."""
-    classes, real = isinstance(likelihood, Categorical), isinstance(likelihood, Gaussian)
+    classes, real = isinstance(likelihood, Categorical), isinstance(likelihood, REAL)
+    if isinstance(likelihood, HeteroscedasticGaussian):
+        rule = "2 D outputs of HeteroscedasticGaussian, D means and then D log noise variances"
+        check(outputs[-1] % 2 == 0, rule, f"{outputs[-1]} outputs")
+        outputs = (*outputs[:-1], outputs[-1] // 2)
     shape, most = (outputs[:-1], outputs[-1] - 1) if classes else (outputs, np.inf if real else 1)
     if y.shape == outputs[:-1] and outputs[-1] == 1 and not classes:
         y = y[..., None]

@@ -17,12 +17,11 @@ from jax import Array
 from moment_jax import objectives
 from moment_jax.covariance import Covariance
 from moment_jax.inference import data as checks
-from moment_jax.inference.standardised import Standardised, columns, columns_of
+from moment_jax.inference.standardised import Standardised, columns, columns_of, of_outputs
 from moment_jax.inference.training import STEPS_AT_ONCE, Training
 from moment_jax.nn import PriorScale
 from moment_jax.nn import likelihood as likelihoods
 from moment_jax.nn.bayesian import Bayesian
-from moment_jax.objectives import Gaussian
 
 Data = tuple[tuple[np.ndarray, ...], np.ndarray]
 
@@ -84,7 +83,9 @@ def by_elbo(
     else:
         held = checks.data("fit", plain, likelihood, held_out, inputs)[:2]
     of_inputs = list(map(columns_of, inputs))
-    of_targets = columns(targets) if isinstance(likelihood, Gaussian) else None
+    of_targets = None
+    if isinstance(likelihood, checks.REAL):
+        of_targets = of_outputs(likelihood, *columns(targets))
     given = {"random": random, "relative_scale": relative_scale, "structure": structure}
     options = {name: value for name, value in given.items() if value is not None}
     if model is not None:

@@ -59,8 +59,9 @@ def fit(
     **"evidence"**, for networks whose weights the data determine, of at most 5,000: a MAP estimate, ten
     times on the way the prior precision of each array and the noise of `mj.Gaussian()` re-estimated by
     MacKay's evidence, from the exact Gauss-Newton matrix of all weights. The belief is the inverse, the
-    joint covariance of all weights, and the model is linearised in them. The noise is the same share of
-    each output's variance. Nothing is held out.
+    joint covariance of all weights, and the model is linearised in them. One noise is the same share of
+    each output's variance; one that depends on the input, `mj.objectives.HeteroscedasticGaussian()`, is
+    fitted to E[(y - mean)^2] under the belief. Nothing is held out.
 
     **"elbo"**, for all others: independent Gaussian weights (`Factorized`). The prior scale of each
     array is learned, and so is the noise of `mj.Gaussian()`. Training stops when the negative log
@@ -76,12 +77,13 @@ def fit(
       network: a Flax network in inference mode, with outputs (N, ..., C), which is not changed; or a
         `mj.Bayesian`, which is trained in place, as it is: nothing is standardised.
       likelihood: `mj.Categorical()`, `mj.Bernoulli()`, `mj.Gaussian()` to learn the noise of each
-        output, or `mj.Gaussian(noise_variance)`, a number. Of a `Bayesian` None, for its own.
+        output, `mj.Gaussian(noise_variance)`, a number, or `mj.objectives.HeteroscedasticGaussian()` for
+        a network of 2 D outputs, D means and D log noise variances. Of a `Bayesian` None, for its own.
       data: inputs, an array (N, ...) or a tuple of them, and targets: (N, ...) integers from 0 for
-        Categorical, else numbers in the outputs' shape.
-      objective: "evidence", "elbo", or None: the evidence for a Gaussian likelihood, a plain network of
-        at most 5,000 weights and none of the ELBO's own options below; else the ELBO. The receipt says
-        which, and so does a line on stderr where progress is shown.
+        Categorical, else numbers in the shape of the outputs, or of the means.
+      objective: "evidence", "elbo", or None: the evidence for a Gaussian likelihood of either kind, a
+        plain network of at most 5,000 weights and none of the ELBO's own options below; else the ELBO.
+        The receipt says which, and so does a line on stderr where progress is shown.
       members: number of trainings, by the evidence, of which a `mj.nn.Mixture` is the average; the first
         begins at the network's weights, the others at matrices drawn anew with their mean and spread.
       held_out: the ELBO's: share of the data to hold out, or (inputs, targets); None for .15. If the
@@ -172,7 +174,7 @@ def _chosen(
         f"{', '.join(given)}, for the ELBO alone": given,
         f"{size:,} weights, of 1 to {MOST_WEIGHTS:,}": not 0 < size <= MOST_WEIGHTS,
         "a likelihood that is not Gaussian": objective is None
-        and not isinstance(likelihood, Gaussian),
+        and not isinstance(likelihood, checks.REAL),
     }
     against = next((reason for reason, holds in reasons.items() if holds), "")
     if objective == "evidence":

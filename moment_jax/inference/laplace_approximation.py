@@ -15,7 +15,7 @@ from moment_jax.inference.curvature import Arrays, Curvature, Frame, by_path
 from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.belief import matrix_shape
 from moment_jax.nn.plain import as_nnx, is_floating
-from moment_jax.objectives import Categorical, Gaussian
+from moment_jax.objectives import Categorical, Gaussian, HeteroscedasticGaussian
 from moment_jax.posterior import Factorized, FullNormal, KroneckerEigen, Posterior
 
 NUMBERS = 2**25  # of the Jacobian at once
@@ -277,6 +277,10 @@ def log_likelihood(likelihood: Any, outputs: Any, targets: Any, noise: float) ->
     if isinstance(likelihood, Gaussian):
         squares = np.sum((targets - outputs) ** 2) / noise
         return float(-0.5 * (squares + outputs.size * math.log(2 * math.pi * noise)))
+    if isinstance(likelihood, HeteroscedasticGaussian):
+        mean, log_noise = np.split(outputs, 2, axis=-1)
+        squares = (targets - mean) ** 2 * np.exp(-log_noise)
+        return float(-0.5 * np.sum(squares + log_noise + math.log(2 * math.pi)))
     if isinstance(likelihood, Categorical):
         logs = outputs - np.logaddexp.reduce(outputs, axis=-1, keepdims=True)
         return float(np.sum(np.take_along_axis(logs, targets[..., None].astype(int), axis=-1)))

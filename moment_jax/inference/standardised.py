@@ -8,6 +8,8 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from moment_jax.objectives import HeteroscedasticGaussian
+
 
 class Standardised(nnx.Module):
     """A network for columns in their own units: its inputs are standardised, its outputs scaled back.
@@ -38,6 +40,13 @@ def columns(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     sd = rows.std(axis=0)
     sd = np.where(sd > 1e-7 * np.abs(rows).max(axis=0), sd, 1.0)
     return rows.mean(axis=0).astype(np.float32), sd.astype(np.float32)
+
+
+def of_outputs(likelihood: Any, centre: np.ndarray, spread: np.ndarray) -> tuple[Any, Any]:
+    """Mean and standard deviation that bring outputs to the units of the targets, the log noise too."""
+    if not isinstance(likelihood, HeteroscedasticGaussian):
+        return centre, spread
+    return np.append(centre, 2 * np.log(spread)), np.append(spread, np.ones_like(spread))
 
 
 def columns_of(x: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:

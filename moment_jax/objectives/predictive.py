@@ -141,33 +141,37 @@ class GaussianPredictive:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MixturePredictive(GaussianPredictive):
-    """Real targets, an equal mixture of K Gaussian predictions; `cov` is within and between them."""
+    """Real targets, a mixture of K Gaussian predictions; `cov` is within and between them."""
 
-    parts: GaussianPredictive  # stacked: means (K, ..., D), covariances (K, ..., D, D)
+    parts: GaussianPredictive  # means (..., K, D), covariances (..., K, D, D)
+    log_weights: Array  # of the parts, (..., K)
 
     def quantile(self, p: Array | float) -> Array:
         """The p-quantile of each target, (..., D), by bisection between those of the parts."""
         each, mean, sd = self.parts.quantile(p), self.parts.mean, self.parts.sd
+        weights = jnp.exp(self.log_weights)[..., None]
 
         def halved(_: Array, ends: tuple[Array, Array]) -> tuple[Array, Array]:
             middle = (ends[0] + ends[1]) / 2
-            below = stats.norm.cdf(middle[None], mean, sd).mean(axis=0) < p
+            below = jnp.sum(weights * stats.norm.cdf(middle[..., None, :], mean, sd), axis=-2) < p
             return jnp.where(below, middle, ends[0]), jnp.where(below, ends[1], middle)
 
-        low, high = jax.lax.fori_loop(0, 40, halved, (each.min(axis=0), each.max(axis=0)))
+        low, high = jax.lax.fori_loop(0, 64, halved, (each.min(axis=-2), each.max(axis=-2)))
         return (low + high) / 2
 
     def log_prob(self, y: Array) -> Array:
         """Log density of targets y (..., D), jointly over the last axis, (...), in nats."""
-        each = jax.vmap(lambda part: part.log_prob(y))(self.parts)
-        return special.logsumexp(each, axis=0) - jnp.log(len(each))
+        y = jnp.broadcast_to(_fitting(y, self.mean)[..., None, :], self.parts.mean.shape)
+        return special.logsumexp(self.log_weights + self.parts.log_prob(y), axis=-1)
 
     def sample(self, key: Array) -> Array:
         """One draw of each target, (..., D), of the same part for all."""
         of_part, of_target = jax.random.split(key)
-        part = jax.random.randint(of_part, (), 0, len(self.parts.mean))
-        chosen: GaussianPredictive = jax.tree.map(lambda x: x[part], self.parts)
-        return chosen.sample(of_target)
+        # All rows have the same weights.
+        weights = self.log_weights.reshape(-1, self.log_weights.shape[-1])[0]
+        part = jax.random.categorical(of_part, weights)
+        mean, cov = self.parts.mean[..., part, :], self.parts.cov[..., part, :, :]
+        return GaussianPredictive(mean, cov).sample(of_target)
 
 
 def averaged(predictions: Sequence[Any]) -> Any:
@@ -181,14 +185,28 @@ def averaged(predictions: Sequence[Any]) -> Any:
         mean = stacked.mean.mean(axis=0)
         apart = stacked.mean - mean[None]
         between = apart[..., :, None] * apart[..., None, :]
-        return MixturePredictive(mean, jnp.mean(stacked.cov + between, axis=0), stacked)
+        each = [_as_mixture(x) for x in predictions]
+        means = jnp.concatenate([x.parts.mean for x in each], axis=-2)
+        covs = jnp.concatenate([x.parts.cov for x in each], axis=-3)
+        weights = jnp.concatenate([x.log_weights for x in each], axis=-1) - jnp.log(len(each))
+        cov, parts = jnp.mean(stacked.cov + between, axis=0), GaussianPredictive(means, covs)
+        return MixturePredictive(mean, cov, parts, weights)
     if isinstance(stacked, BernoulliPredictive):
         return jax.tree.map(lambda x: x.mean(axis=0), stacked)
     logs = special.logsumexp(stacked.log_probs, axis=0) - jnp.log(len(predictions))
     total = -jnp.sum(jnp.exp(logs) * jnp.where(jnp.isfinite(logs), logs, 0), axis=-1)
     aleatoric = stacked.uncertainty.aleatoric.mean(axis=0)
-    parts = TokenUncertainty(total, aleatoric, jnp.maximum(total - aleatoric, 0))
-    return CategoricalPredictive(logs, parts)
+    uncertainty = TokenUncertainty(total, aleatoric, jnp.maximum(total - aleatoric, 0))
+    return CategoricalPredictive(logs, uncertainty)
+
+
+def _as_mixture(prediction: GaussianPredictive) -> MixturePredictive:
+    """A prediction, of one part if it is none."""
+    if isinstance(prediction, MixturePredictive):
+        return prediction
+    mean, cov = prediction.mean, prediction.cov
+    parts = GaussianPredictive(mean[..., None, :], cov[..., None, :, :])
+    return MixturePredictive(mean, cov, parts, jnp.zeros_like(mean[..., :1]))
 
 
 def log_normal(residual: Array, cov: Array) -> Array:

@@ -11,10 +11,11 @@ from scipy import stats
 from sklearn.linear_model import BayesianRidge
 
 import moment_jax as mj
-from moment_jax.inference.evidence import Evidence
+from moment_jax.inference.evidence import Evidence, Setting
 from moment_jax.nn.plain import Raveled
 
 GAUSSIAN, CATEGORICAL = mj.Gaussian(), mj.Categorical()
+NOISY = mj.objectives.HeteroscedasticGaussian()
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(40, 3))
 Y = X @ [[1.0, 0.3], [-2.0, 0.0], [0.5, 1.0]] + 0.3 * RNG.normal(size=(40, 2))
@@ -78,7 +79,67 @@ def test_the_matrix_of_all_weights_is_the_hessian(likelihood):
 
     weights = RNG.normal(size=12)
     mode = Evidence(network, likelihood, (X,), targets, (3,)).mode(weights)
-    np.testing.assert_allclose(mode.gram, jax.hessian(minus_log_likelihood)(weights), atol=1e-9)
+    np.testing.assert_allclose(mode.roots, jax.hessian(minus_log_likelihood)(weights), atol=1e-9)
+
+
+@pytest.mark.parametrize("rows", [5, 40])  # fewer outputs than the 26 weights, and more
+def test_noise_of_the_input_by_dense_formulas(rows):
+    network, x, y = Raveled(hidden(2)), X[:rows], Y[:rows, :1]
+    weights = RNG.normal(size=26)
+    evidence = Evidence(network, NOISY, (x,), y, (2,))
+    precision = np.array([0.5, 2.0, 1.0, 3.0])
+    mode, each = evidence.mode(weights), precision[evidence.of]
+    mean, log_noise = outputs(network, weights, x).T
+    jacobian = np.asarray(jax.jacobian(outputs, 1)(network, weights, x))  # (N, 2, P)
+    information = np.stack([np.exp(-log_noise), np.full(rows, 0.5)], axis=1)
+    matrix = np.einsum("ncp,nc,ncq->pq", jacobian, information, jacobian) + np.diag(each)
+    setting = Setting(precision, 1.0, np.zeros(y.shape))
+    _, found, receipt, following = evidence.estimate(mode, setting, whole=True)
+    cov = np.linalg.inv(matrix)
+    np.testing.assert_allclose(found, cov, rtol=1e-9, atol=1e-12)
+    used = np.bincount(evidence.of, 1 - each * np.diag(cov))
+    np.testing.assert_allclose(receipt.effective_parameters, used.sum(), rtol=1e-9)
+    squares = np.bincount(evidence.of, weights**2)
+    np.testing.assert_allclose(following.precision, used / (squares + 1e-6), rtol=1e-9)
+    doubt = np.einsum("np,pq,nq->n", jacobian[:, 0], cov, jacobian[:, 0])
+    np.testing.assert_allclose(following.doubt[:, 0], doubt, rtol=1e-9)
+    prior = stats.norm.logpdf(weights, 0, each**-0.5).sum()
+    joint = stats.norm.logpdf(y[:, 0], mean, np.exp(log_noise / 2)).sum() + prior
+    laplace = joint + 13 * np.log(2 * np.pi) - np.linalg.slogdet(matrix)[1] / 2
+    assert receipt.log_evidence == pytest.approx(laplace, rel=1e-9)
+
+
+class OneNoise(nnx.Module):
+    def __init__(self):
+        self.mean = nnx.Linear(12, 1, rngs=nnx.Rngs(0), param_dtype=float)
+        self.log_noise = nnx.Param(jnp.zeros(1, float))
+
+    def __call__(self, x):
+        mean = self.mean(x)
+        return jnp.concatenate([mean, jnp.broadcast_to(self.log_noise[...], mean.shape)], axis=-1)
+
+
+def test_a_predicted_noise_that_is_constant_is_that_of_mackay():
+    x = RNG.normal(size=(40, 12))  # 13 weights of 40 rows: residuals alone are a third too small
+    y = x[:, 0] + RNG.normal(size=40)
+    known = fit(OneNoise().mean, data=(x, y), max_steps=3000)[0].likelihood.noise_variance[0]
+    member = fit(OneNoise(), NOISY, (x, y), max_steps=3000)[0]
+    np.testing.assert_allclose(jnp.exp(member(x).mean[:, 1]), known, rtol=0.05)
+
+
+def test_noise_of_the_input_in_any_units():
+    x = RNG.uniform(-1, 1, size=(300, 1))
+    y = 50 + 30 * x[:, 0] + 5 * np.exp(x[:, 0]) * RNG.normal(size=300)
+    net = nnx.Linear(1, 2, rngs=nnx.Rngs(0), param_dtype=float)
+    model, _ = fit(net, NOISY, (100 * x, y), members=2, max_steps=3000)
+    found = model.predict(100 * x)
+    np.testing.assert_allclose(found.sd[:, 0], 5 * np.exp(x[:, 0]), rtol=0.15)
+    member, keys = model.members[0], jax.random.split(jax.random.key(0), 4000)
+    of_draws = jax.vmap(lambda key: member.sample(key)(100 * x[:5]))(keys)  # linear in the weights
+    mean, noise = of_draws[..., 0], jnp.exp(of_draws[..., 1]).mean(axis=0)
+    part = member.predict(100 * x[:5])
+    np.testing.assert_allclose(part.mean[:, 0], mean.mean(axis=0), rtol=3e-3)
+    np.testing.assert_allclose(part.variance[:, 0], mean.var(axis=0) + noise, rtol=0.02)
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +239,7 @@ def test_a_known_noise_ten_rows_and_constant_inputs():
     [
         ({}, "evidence", "8 weights, of 1 to 5,000"),
         ({"likelihood": mj.Gaussian(1.0)}, "evidence", "8 weights"),
+        ({"likelihood": NOISY, "data": (X, Y[:, 0])}, "evidence", "8 weights"),
         ({"likelihood": CATEGORICAL, "data": (X, LABELS)}, "elbo", "not Gaussian"),
         ({"structure": mj.Full}, "elbo", "structure, for the ELBO"),
         ({"held_out": 0.2}, "elbo", "held_out"),
@@ -203,6 +265,7 @@ def test_the_default(change, objective, reason, capsys):
         ({"network": mj.Bayesian(linear(2))}, 'plain network.*Got a Bayesian.*"elbo"'),
         ({"random": nnx.PathContains("kernel")}, 'Got random, for the ELBO.*"elbo"'),
         ({"objective": "elbo", "members": 2}, 'several members. Got the ELBO.*"evidence"'),
+        ({"likelihood": NOISY, "network": linear(3)}, "2 D outputs.*Got 3 outputs"),
         ({"members": 1.5}, "whole number of members. Got 1.5"),
         ({"members": 0}, "positive number as members"),
         ({"data": (X, np.stack([Y[:, 0], np.ones(40)], 1))}, "targets that vary.*one value. Leave"),

@@ -138,6 +138,26 @@ def test_heteroscedastic_total_variance_against_sampling():
         assert np.all(np.abs(values.mean(axis=0) - exact) < 4.5 * error)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_density_of_a_target_whose_noise_is_random(size):
+    rng = np.random.default_rng(3)
+    mean, factor = rng.normal(size=2 * size), 0.6 * rng.normal(size=(2 * size, 2 * size))
+    cov = mj.Full(jnp.asarray(factor @ factor.T)[None, None, :, None])
+    found = HeteroscedasticGaussian()(mj.Moments(jnp.asarray(mean)[None], cov))
+    means, log_noise = np.split(mean + rng.normal(size=(200_000, 2 * size)) @ factor.T, 2, axis=1)
+    scale = np.exp(log_noise / 2)
+    for shift in (0, 1, 4):  # in standard deviations
+        y = mean[:size] + shift * np.asarray(found.sd[0])
+        truth = scipy.stats.norm.pdf(y, means, scale).prod(axis=1)
+        error = truth.std() / truth.mean() / len(truth) ** 0.5
+        assert float(found.log_prob(y[None])[0]) == pytest.approx(
+            np.log(truth.mean()), abs=4 * error + (0.02 if shift < 4 else 0.1)
+        )
+    low, high = (np.asarray(x[0]) for x in found.interval(0.8))
+    inside = scipy.stats.norm.cdf(high, means, scale) - scipy.stats.norm.cdf(low, means, scale)
+    np.testing.assert_allclose(inside.mean(axis=0), 0.8, atol=0.01)
+
+
 def test_half_precision_keeps_the_doubt_of_many_classes():
     random = np.random.default_rng(0)
     root = random.normal(size=(128, 128))
