@@ -1,0 +1,209 @@
+"""Meshes; where batches, moments and parameters lie on them."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx
+from jax import Array
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from moment_jax.covariance import Covariance
+
+S = TypeVar("S", bound=Covariance)
+Path = Sequence[Any]
+DATA, MODEL = "data", "model"
+
+# Layers with outputs split over `model`, and those that follow, with inputs split over it. Attention
+# heads and hidden units thus stay on their device, and a single sum joins them.
+SPLITS_OUTPUTS = frozenset({"query", "key", "value", "hidden"})
+SPLITS_INPUTS = frozenset({"out", "output"})
+TABLES = frozenset({"table", "embedding"})
+KERNELS = frozenset({"kernel"}) | TABLES
+
+# -- batches and moments -------------------------------------------------------------------------------
+
+
+def make_mesh(
+    data: int | None = None, model: int = 1, *, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """A mesh with the axes `data` and `model`, of axis type Auto.
+
+    Args:
+      data: number of devices that split batches; None for all that are left.
+      model: number of devices that split heads, hidden features and vocabularies.
+      devices: None for all devices of all processes.
+
+    Raises:
+      ValueError: if the axes do not multiply to the number of devices.
+
+    >>> make_mesh(1, 1, devices=jax.devices()[:1]).shape["data"]
+    1
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    count = len(devices)
+    rows = count // model if data is None and model >= 1 else data
+    if model < 1 or rows is None or rows < 1 or rows * model != count:
+        raise ValueError(
+            f"`make_mesh` needs data * model == {count}, the number of devices. Got data={data}, "
+            f"model={model}. Give fewer by devices=jax.devices()[:n]."
+        )
+    return jax.make_mesh(
+        (rows, model), (DATA, MODEL), devices=devices, axis_types=(AxisType.Auto,) * 2
+    )
+
+
+def shard_batch(batch: Any, mesh: Mesh) -> Any:
+    """The arrays (B, ...) of a pytree, with their leading axis split over `data`.
+
+    Raises:
+      ValueError: if the number of devices along `data` does not divide B.
+    """
+    count = mesh.shape[DATA]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if leaf.ndim == 0 or leaf.shape[0] % count:
+            where = jax.tree_util.keystr(path) or "batch"
+            raise ValueError(
+                f"`shard_batch` needs a leading axis that the {count} devices along data divide. Got "
+                f"{tuple(leaf.shape)} at {where}. Take batches of a multiple of {count}."
+            )
+    return jax.device_put(batch, NamedSharding(mesh, PartitionSpec(DATA)))
+
+
+def moment_specs(cov: Covariance, *, batched: bool = True) -> Covariance:
+    """Partition specs of a covariance, in its structure: features over `model`.
+
+    `batched` says whether it has a leading batch axis, which is split over `data`.
+    """
+    lead = (DATA,) if batched else ()
+
+    def spec(name: str, leaf: Array) -> PartitionSpec:
+        axes: list[str | None] = [None] * (leaf.ndim - len(lead))
+        if name in cov.feature_axes:
+            axes[cov.feature_axes[name]] = MODEL
+        return PartitionSpec(*lead, *axes)
+
+    fields: Any = cov
+    specs = {  # a field is an array, or holds some
+        field.name: jax.tree.map(partial(spec, field.name), getattr(cov, field.name))
+        for field in dataclasses.fields(fields)
+    }
+    return dataclasses.replace(fields, **specs)
+
+
+def constrain(mean: Array, cov: S, mesh: Mesh, *, batched: bool = True) -> tuple[Array, S]:
+    """A mean (B, T, D), or (T, D) if not `batched`, and its covariance, sharded as `moment_specs` says.
+
+    For use inside `jit`, on a mesh of `make_mesh` whose axes divide B and D.
+    """
+    lead = (DATA,) if batched else ()
+    specs = PartitionSpec(*lead, None, MODEL), moment_specs(cov, batched=batched)
+    constrained: tuple[Array, S] = jax.tree.map(
+        lambda leaf, spec: jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec)),
+        (mean, cov),
+        specs,
+    )
+    return constrained
+
+
+# -- parameters, by the names of their layers ----------------------------------------------------------
+
+
+def partition_spec(
+    path: Path, shape: tuple[int, ...], sizes: Mapping[str, int], *, fsdp: bool = True
+) -> PartitionSpec:
+    """The sharding of a parameter, by the names on its path.
+
+    Over `model`, kernels of queries, keys, values and hidden layers are split by outputs, those of
+    output layers by inputs, embedding tables by rows, and Flax's attention kernels by heads. With `fsdp`
+    the other axis is split over `data`. Position tables, all rows of which are used at once, are split
+    by features. Arrays of one kernel axis (a bias, the variances of `OutputShared`, the bases of
+    `KroneckerEigen`) follow that axis. An axis that its devices do not divide is not split, and arrays
+    without a rule are replicated. Stacked blocks (`scan=True`) are split below their first axis. The
+    parameters of a belief follow the plain network's array, and the leaves of an optimizer's state their
+    parameters.
+
+    Args:
+      path: names and indices from the module to the array, as in `nnx.to_flat_state`.
+      shape: of the array.
+      sizes: mesh axis -> number of devices.
+      fsdp: split the parameters over `data` too.
+
+    >>> tuple(partition_spec(("query", "kernel", "mean"), (8, 4, 2), {"data": 2, "model": 4}))
+    ('data', 'model', None)
+    """
+    after = next((b for a, b in itertools.pairwise(path) if a == "blocks"), 0)
+    if shape and isinstance(after, str):  # of blocks that share an array; else a number follows
+        return PartitionSpec(None, *_spec(path, shape[1:], sizes, fsdp))
+    return _spec(path, shape, sizes, fsdp)
+
+
+def _spec(
+    path: Path, shape: tuple[int, ...], sizes: Mapping[str, int], fsdp: bool
+) -> PartitionSpec:
+    """The sharding of an array of one layer."""
+    names = [name for name in path if isinstance(name, str)]
+    array = next((name for name in reversed(names) if name in KERNELS), None)
+    splits_outputs = bool(SPLITS_OUTPUTS.intersection(names))
+    axes: tuple[str | None, ...] = ()
+    if array is not None:
+        rows, columns = _kernel_axes(names, array)
+        if not fsdp:
+            rows, columns = (None if axis == DATA else axis for axis in (rows, columns))
+        by_name = {"in_basis": (rows, None), "out_basis": (columns, None)}
+        by_rank: dict[int, tuple[str | None, ...]] = {1: (columns,), 2: (rows, columns)}
+        if splits_outputs:  # Flax's (features, heads, width)
+            by_rank[3] = (rows, columns, None)
+        elif SPLITS_INPUTS.intersection(names):  # (heads, width, features)
+            by_rank[3] = (rows, None, columns)
+        axes = by_name.get(names[-1], by_rank.get(len(shape), ()))
+    elif "bias" in names and splits_outputs:  # likewise, Flax's by heads
+        axes = (MODEL, *[None] * (len(shape) - 1))
+    if len(axes) != len(shape):
+        return PartitionSpec()
+    fits = (size % sizes.get(axis or "", 1) == 0 for axis, size in zip(axes, shape, strict=True))
+    return PartitionSpec(*(axis if fit else None for axis, fit in zip(axes, fits, strict=True)))
+
+
+def _kernel_axes(names: Sequence[str], array: str) -> tuple[str | None, str | None]:
+    """The mesh axes of a kernel's inputs and outputs."""
+    if "positions" in names:
+        return DATA, MODEL
+    if array in TABLES:
+        return MODEL, DATA
+    if SPLITS_OUTPUTS.intersection(names):
+        return DATA, MODEL
+    if SPLITS_INPUTS.intersection(names):
+        return MODEL, DATA
+    return DATA, None
+
+
+def shardings(module: nnx.Module, mesh: Mesh, *, fsdp: bool = True) -> dict[Path, NamedSharding]:
+    """The sharding of every variable of a module or an optimizer, by path; see `partition_spec`."""
+    sizes, found = dict(mesh.shape), dict[Path, NamedSharding]()
+    for path, variable in nnx.to_flat_state(nnx.state(module)):
+        value = variable[...]
+        if isinstance(value, jax.Array) and not jax.dtypes.issubdtype(
+            value.dtype, jax.dtypes.prng_key
+        ):
+            found[path] = NamedSharding(mesh, partition_spec(path, value.shape, sizes, fsdp=fsdp))
+    return found
+
+
+def shard(module: nnx.Module, mesh: Mesh, *, fsdp: bool = True) -> None:
+    """Place the variables of a module or an optimizer as `shardings` says, in place.
+
+    Args:
+      module: plain, or an `mj.Bayesian`; or an optimizer, after the module that it optimises.
+      mesh: from `make_mesh`.
+      fsdp: split the parameters over `data` as well as `model`.
+    """
+    places = shardings(module, mesh, fsdp=fsdp)
+    state = nnx.state(module)
+    for path, variable in nnx.to_flat_state(state):
+        if path in places:
+            variable.set_value(jax.device_put(variable[...], places[path]))
+    nnx.update(module, state)
