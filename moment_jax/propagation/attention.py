@@ -175,11 +175,10 @@ def _core(propagator: Propagator, node: Node) -> Core | None:
             return None
         core, *tables = found
         width = core.columns[0].shape[1]
-        if node not in propagator.softmaxes:  # else from before the pass started again
-            propagator.softmaxes[node] = _softmax(propagator, weights, scores, width, *tables)
-        if propagator.softmaxes[node] is None or core.columns[2].shape[1] != width:
+        told = _softmax(propagator, weights, scores, width, *tables)
+        if told is None or core.columns[2].shape[1] != width:
             return None
-        factor, rows = propagator.softmaxes[node]
+        factor, rows = told
         query, *others = core.parts
         query = query if factor == 1 else query.times(factor)
         core = replace(core, parts=(query, *others), rows=rows)
@@ -216,9 +215,10 @@ def _side_by_side(propagator: Propagator, node: Node, core: Core) -> Core:
     parts[0] = parts[0].times(core.parts[0].layer.kernel.mean[0, 0])  # the scale of the scores
     mask = core.rows.mask
     if queries != keys:  # nobody looks at further keys
-        seen = jnp.broadcast_to(True if mask is None else mask, (len(columns[0]), queries, keys))
-        seen = ~more(~seen, len(columns[0]), count)
-        mask = more(seen, len(columns[0]), count, count)
+        mask = jnp.ones((1, keys), bool) if mask is None else mask
+        mask = jnp.broadcast_to(mask, (len(columns[0]), queries, keys))
+        further = (0, 0), (0, count - queries), (0, 0)
+        mask = more(jnp.pad(mask, further, constant_values=True), len(columns[0]), count, count)
     rows = Rows(mask, *(more(x, count, count) for x in core.rows[1:]))
     return replace(core, parts=tuple(parts), columns=columns, rows=rows)
 
@@ -249,6 +249,9 @@ def _each_used_once(nodes: tuple[Node, ...], parts: list[Projection]) -> bool:
     return True
 
 
+_LOOKED_AT: dict[Any, Any] = {}  # by operations and places: networks repeat them, and passes
+
+
 def _softmax(
     propagator: Propagator, weights: Node, scores: Node, width: int, at_scores: Places,
     at_weights: Places,
@@ -258,8 +261,37 @@ def _softmax(
     if odd is not None:
         what = f"attention with `{odd.op}` between its scores and its weights"
         raise refuse(what, odd.source, f"Without it, attention has a rule; or {LINEARISE}.")
-    zero = np.zeros(scores.shape, scores.dtype)
-    x = np.random.default_rng(0).normal(size=scores.shape).astype(scores.dtype).astype(float)
+    tables = at_scores, at_weights
+    key = regions.signature(weights, scores), width, *map(arrays.digest, tables)
+    if key not in _LOOKED_AT:
+        _LOOKED_AT[key] = _looked_at(weights, scores, width, *tables)
+    if _LOOKED_AT[key] is None:
+        return None
+    factor, rows = _LOOKED_AT[key]
+    inside = ((n, y) for n in regions.between(weights, [scores]) for y in n.operands)
+    traced = [(n, y) for n, y in inside if not (isinstance(y, Node) or arrays.is_known(y))]
+    if traced:
+        both = (x.astype(scores.dtype) for x in _trials(scores))
+        found = [regions.compute([weights], {scores: x})[0] for x in both]
+        rows = _rows(*(arrays.take(y, at_weights) for y in found))
+        if _same_for_all(propagator, traced, scores, at_scores):
+            rows = rows._replace(mask=rows.mask[0, :1])
+    elif rows.mask is not None:
+        rows = rows._replace(mask=jnp.asarray(rows.mask))
+    return factor, rows
+
+
+def _trials(scores: Node) -> tuple[np.ndarray, np.ndarray]:
+    """Scores of zero, and random ones."""
+    x = np.random.default_rng(0).normal(size=scores.shape)
+    return np.zeros(scores.shape), x.astype(scores.dtype).astype(float)
+
+
+def _looked_at(
+    weights: Node, scores: Node, width: int, at_scores: Places, at_weights: Places
+) -> tuple[float, Rows] | None:
+    """`_softmax` of masks that are known, all others taken as open."""
+    zero, x = _trials(scores)
     flat, noisy, large = (
         arrays.take(regions.probe(weights, scores, s, regions.stand_in), at_weights)
         for s in (zero, x, 16 * x)
@@ -286,18 +318,11 @@ def _softmax(
         found = np.where(np.isnan(found).any(-1, keepdims=True), expected, found)  # overflown
         if not np.allclose(found, expected, atol=min(1e4 * eps, 0.1)):
             return None  # biases of scores, sinks
-    inside = ((n, y) for n in regions.between(weights, [scores]) for y in n.operands)
-    traced = [(n, y) for n, y in inside if not (isinstance(y, Node) or arrays.is_known(y))]
-    if traced:
-        both = [regions.compute([weights], {scores: s})[0] for s in (zero, x.astype(zero.dtype))]
-        rows = _rows(*(arrays.take(y, at_weights) for y in both))
-        if _same_for_all(propagator, traced, scores, at_scores):
-            rows = rows._replace(mask=rows.mask[0, :1])
-    elif allowed.all():
+    if allowed.all():
         rows = rows._replace(mask=None)
     elif (allowed == allowed[:1]).all():
         same = (allowed == allowed[:1, :1]).all()
-        rows = rows._replace(mask=jnp.asarray(allowed[0, :1] if same else allowed[0]))
+        rows = rows._replace(mask=allowed[0, :1] if same else allowed[0])
     factor = scale * width**0.5
     return 1.0 if abs(factor - 1) < min(1e3 * eps, 0.01) else factor, rows
 
@@ -350,15 +375,20 @@ def _layout(
     at, entry = arrays.as_rows(shown, *own), arrays.as_rows(arrays.numbered(weights.shape), *own)
     # The token and the columns of each row of the left and of the right factor of the scores.
     both = [p.decoded(*f) for p, f in zip(parts, arrays.factors(scores), strict=False)]
-    batch, *rows = np.unravel_index(at, (*both[0][0].shape[:2], both[1][0].shape[1]))
-    left, right = (t[batch, i, 0] for (t, _), i in zip(both, rows, strict=True))
+    whole = *both[0][0].shape[:2], both[1][0].shape[1]
+    in_order = arrays.in_order(at, whole)  # then an open grid has the same indices in less time
+    grid: Any = np.ogrid[tuple(map(slice, whole))] if in_order else np.unravel_index(at, whole)
+    batch, *rows = grid
+    left, right = (
+        np.broadcast_to(t[batch, i, 0], at.shape) for (t, _), i in zip(both, rows, strict=True)
+    )
     swapped = bool((left != left[..., :1]).any())
     if swapped or (left.shape[-1] == 1 and left.max() > right.max()):  # keys on the left
         left, right, rows, both = right, left, rows[::-1], both[::-1]
         parts = [parts[1], parts[0], parts[2]]
     query, key = left, right
     heads, head = np.unique(both[0][1][..., 0], return_inverse=True)
-    head = head.reshape(both[0][1].shape[:2])[batch, rows[0]]
+    head = np.broadcast_to(head.reshape(both[0][1].shape[:2])[batch, rows[0]], at.shape)
     # A batch of sequences is one sequence, in which each looks at its own tokens: -1 elsewhere.
     shape = len(heads), *(len(np.unique(t[..., 0])) for t, _ in both)
     full = shape[0] * shape[1] * at.shape[-1] == at.size and shape[2] % at.shape[-1] == 0
@@ -374,7 +404,8 @@ def _layout(
     if (table >= 0).sum() != at.size or not (by_row and by_key) or (first < 0).any():
         return None
     b, i, j = np.unravel_index(first, at.shape)
-    columns = [c[batch[b, i, j], row[b, i, j]] for (_, c), row in zip(both, rows, strict=True)]
+    batch, *rows = (np.broadcast_to(x, at.shape)[b, i, j] for x in (batch, *rows))
+    columns = [c[batch, row] for (_, c), row in zip(both, rows, strict=True)]
     columns.append(value_columns[b, j])
     if (value_columns != columns[2][head[:, 0, 0]][:, None]).any():
         return None

@@ -156,16 +156,17 @@ def _over_tokens(propagator: Propagator, node: Node) -> Moments | None:
         if count > 1:
             mixing = jnp.kron(jnp.eye(count, dtype=mixing.dtype)[None], mixing)
         mixing = mixing.swapaxes(1, 2)  # (H, U, T), for each of H groups of features
+        alone = mixing[0] if len(mixing) == 1 else None
 
-        def mixed(of: Any, mixing: Array = mixing) -> Any:
-            return of.map_tokens(mixing[0]) if len(mixing) == 1 else of.map_heads(mixing)
+        def mixed(of: Any, mixing: Array = mixing, alone: Array | None = alone) -> Any:
+            return of.map_heads(mixing) if alone is None else of.map_tokens(alone)
 
-        groups = x.mean.reshape(len(x.mean), len(mixing), -1)
-        if len(mixing) == 1:
-            mean = mixing[0] @ x.mean
-        else:
-            mean = jnp.einsum("hut,thk->uhk", mixing, groups).reshape(-1, x.mean.shape[1])
         cov = mixed(x.cov)
+        if alone is None:
+            groups = x.mean.reshape(len(x.mean), len(mixing), -1)
+            mean = jnp.einsum("hut,thk->uhk", mixing, groups).reshape(-1, x.mean.shape[1])
+        else:
+            mean = alone @ x.mean
         if not known:
             cov = cov.add(x.cov.token_noise(x.mean, kernel))
         # The result has the axes of the batch, of the value and of the kernel, in this order.

@@ -45,7 +45,6 @@ class Propagator:
     found: dict[Node, Moments] = dataclasses.field(default_factory=dict)
     known: dict[Any, tuple[Any, Moments]] = dataclasses.field(default_factory=dict)  # if certain
     bases: dict[Any, Base] = dataclasses.field(default_factory=dict)  # of weights
-    softmaxes: dict[Node, Any] = dataclasses.field(default_factory=dict)  # of attentions
     crosses: dict[tuple[Base, Base], Any] = dataclasses.field(default_factory=dict)
 
     def run(self, one_pass: Callable[["Propagator"], Moments]) -> Moments:

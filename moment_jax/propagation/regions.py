@@ -195,9 +195,11 @@ def signature(node: Node, source: Node) -> Any:
 
     def told(x: Any) -> Any:
         if isinstance(x, Node):
-            return index[x]
+            return "node", index[x]
+        if not arrays.is_known(x):
+            return "traced", x.shape, x.dtype
         number = arrays.uniform(x)
-        return np.asarray(x).tobytes() if number is None else number.item()
+        return arrays.digest(x) if number is None else number.item()
 
     return source.dtype, *((n.op, str(n.params), n.dtype, *map(told, n.operands)) for n in inside)
 
