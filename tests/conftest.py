@@ -41,6 +41,13 @@ def pytest_configure(config):
     jax.config.update("jax_compilation_cache_dir", os.environ[_CACHE])
 
 
+def pytest_collection_modifyitems(config, items):
+    """Guides are slow: their examples compile whole networks. README.md is in the fast part."""
+    for item in items:
+        if item.path.name == "README.md" and item.path.parent != config.rootpath:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _strict_ranks():
     """Applies below `tests` only: doctests and READMEs run with a user's settings."""

@@ -48,6 +48,7 @@ def test_heads_one_after_another(monkeypatch: pytest.MonkeyPatch, structure):
     assert_close(gradient_alone, gradient, 1e-9)
 
 
+@pytest.mark.slow
 def test_remat_reaches_the_encoder_and_changes_no_gradient():
     def gradient(remat: bool):
         encoder = mj.nn.Encoder(2, 6, 2, hidden_features=8, remat=remat, rngs=nnx.Rngs(0))
