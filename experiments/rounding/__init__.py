@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from matplotlib.ticker import LogLocator, NullFormatter
 
 import moment_jax as mj
 from experiments import data
@@ -201,6 +202,10 @@ def figure(points: list[Points], found: dict[str, Any]) -> Figure:
         line(right, {spread: one[name] for spread, one in found["devices"].items()}, style, name)
     right.set(xlabel="sd of a weight, over its magnitude", ylabel="expected NLL (nats)")
     right.set(title="devices of analogue memory", yscale="log")
+    for axis in (left.xaxis, left.yaxis, middle.yaxis, right.yaxis):  # plain numbers, a few
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
     for axis in (left, middle, right):
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize=7)
     return drawn
