@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import optax
 from jax import Array
+from matplotlib.ticker import LogLocator, NullFormatter
 
 import moment_jax as mj
 from experiments import data
@@ -241,6 +242,10 @@ def figure(points: list[Points], found: dict[str, Any]) -> Figure:
         yscale="log", xlabel="sd of a weight, over its magnitude", ylabel="expected NLL (nats)"
     )
     right.set(title="devices of analogue memory")
+    for axis in (left.xaxis, left.yaxis, middle.yaxis, right.yaxis):  # plain numbers, a few
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
     for axis in (left, middle, right):
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize=7)
     return drawn

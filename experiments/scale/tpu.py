@@ -54,7 +54,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Compile the step in a process without chips, and print its cost."""
     del args
     if importlib.util.find_spec("libtpu") is None:
-        print("tpu: skipped, for libtpu is not installed; pip install 'moment_jax[tpu]' mends it")
+        print(
+            "tpu: skipped, for libtpu is not installed; pip install 'moment_jax[tpu]' compiles it here",
+            flush=True,
+        )
         return {"skipped": "libtpu is not installed"}
     done = fresh(["-m", "experiments.scale.tpu"], WITHOUT_CHIPS)
     record: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
