@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
-from functools import cached_property
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,10 +24,8 @@ Forward = Callable[[mj.Bayesian, Array, Array], Any]
 
 GROUPS = 8  # drawn networks that share a mini-batch
 SPEED = 10.0  # of the spreads, over the means: they begin far from where they end
-IVON: dict[str, Any] = {
-    "rate": 0.1, "sets": 10, "more": {"hess_init": 0.1, "weight_decay": 1e-3},
-}  # fmt: skip
-"""By validation NLL of two divisions of the digits; `sets`: the sample size over that of the data."""
+IVON_RATE, IVON_SETS = 0.3, 10  # the sample size is that of so many training sets
+IVON: dict[str, float] = {"hess_init": 0.1, "weight_decay": 1e-3, "beta2": 0.9995}
 CHUNK = 50  # inputs at a time in prediction
 
 
@@ -116,8 +114,8 @@ class Trainer:
     def ivon(self) -> Trained:
         """Improved variational online Newton from the initial weights: a posterior at Adam's price."""
         start, steps = time.perf_counter(), self.budget.plain_steps
-        falling = optax.cosine_decay_schedule(IVON["rate"], steps)
-        tx = mj.optim.ivon(falling, IVON["sets"] * self.given[1].shape[1], **IVON["more"])
+        falling = optax.cosine_decay_schedule(IVON_RATE, steps)
+        tx = mj.optim.ivon(falling, ess=IVON_SETS * self.given[1].shape[1], **IVON)
 
         @jax.jit
         def trained(params: Any, given: Any) -> Any:
@@ -245,20 +243,31 @@ class Answers:
     keys: Array
     last: Callable[[Any], Array] = lambda found: found
 
-    @cached_property
-    def program(self) -> Any:
-        """`forward`, compiled once for all copies and calls."""
-        return nnx.jit(self.forward)
-
     def __call__(self, inputs: np.ndarray) -> np.ndarray:
         """The probabilities, chunk by chunk."""
         count = inputs.shape[1]
         rows = np.minimum(np.arange(-(-count // CHUNK) * CHUNK), count - 1).reshape(-1, CHUNK)
-
-        def of_copy(members: list[mj.Bayesian], key: Array, chunk: Any) -> np.ndarray:
-            each = [self.program(model, key, chunk) for model in members]
-            return np.asarray(self.last(jax.tree.map(lambda *x: sum(x) / len(x), *each)))
-
-        copies = list(zip(self.copies, self.keys, inputs, strict=True))
-        parts = [np.stack([of_copy(own, k, x[chunk]) for own, k, x in copies]) for chunk in rows]
+        programs = [self.program(number) for number in range(len(self.copies))]
+        pairs = list(zip(programs, inputs, strict=True))
+        parts = [np.stack([np.asarray(of(x[chunk])) for of, x in pairs]) for chunk in rows]
         return np.concatenate(parts, axis=1)[:, :count]
+
+    def program(self, number: int) -> Callable[[Any], Array]:
+        """Inputs (n, ...) -> class probabilities of this copy, compiled once for all that are alike."""
+        members, key = [nnx.split(model) for model in self.copies[number]], self.keys[number]
+
+        def of(chunk: Any) -> Array:
+            each = [_compiled(self.forward, graph, *own, key, chunk) for graph, *own in members]
+            return _together(self.last, each)
+
+        return of
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _compiled(forward: Forward, graph: Any, state: Any, key: Array, chunk: Array) -> Any:
+    return forward(nnx.merge(graph, state), key, chunk)
+
+
+@partial(jax.jit, static_argnums=0)
+def _together(last: Callable[[Any], Array], each: list[Any]) -> Array:
+    return last(jax.tree.map(lambda *x: sum(x) / len(x), *each))

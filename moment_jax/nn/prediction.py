@@ -48,20 +48,11 @@ def beside_sampled(
     if samples < 2:
         raise ValueError(f"`{caller}` needs samples >= 2. Got {samples}.")
     keys = jax.random.split(jax.random.key(0) if key is None else key, samples)
-
-    @nnx.jit
-    def drawn(model: Any) -> tuple[Array, Array]:
-        def of_network(key: Array) -> Array:
-            return as_nnx(model.sample(key))(*inputs, **options)
-
-        outputs = jax.lax.map(of_network, keys, batch_size=min(samples, 10))
-        return outputs.mean(axis=0), outputs.std(axis=0, ddof=1)
-
-    found = []
-    for run in (nnx.jit(lambda model: model(*inputs, **options)), drawn):
-        jax.block_until_ready(run(model))  # compiles
+    own, known, found = (*nnx.split(model), inputs), _Static(options), []
+    for run in (partial(_pass, *own), partial(_drawn, *own, keys)):
+        jax.block_until_ready(run(known=known))  # compiles
         start = time.perf_counter()
-        result = jax.block_until_ready(run(model))
+        result = jax.block_until_ready(run(known=known))
         found.append((result, time.perf_counter() - start))
     return found
 
@@ -104,3 +95,22 @@ class _Static:
 def _predicted(graph: Any, state: Any, inputs: Any, *, known: _Static) -> Any:
     model: Any = nnx.merge(graph, state)
     return model.likelihood(model(*inputs, **known.options))
+
+
+@partial(jax.jit, static_argnums=0, static_argnames="known")
+def _pass(graph: Any, state: Any, inputs: Any, *, known: _Static) -> Any:
+    model: Any = nnx.merge(graph, state)
+    return model(*inputs, **known.options)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames="known")
+def _drawn(graph: Any, state: Any, inputs: Any, keys: Array, *, known: _Static) -> Any:
+    """Mean and sd of the sampled networks' outputs."""
+    model: Any = nnx.merge(graph, state)
+
+    def of_network(key: Array) -> Array:
+        output: Array = as_nnx(model.sample(key))(*inputs, **known.options)
+        return output
+
+    outputs = jax.lax.map(of_network, keys, batch_size=min(len(keys), 10))
+    return outputs.mean(axis=0), outputs.std(axis=0, ddof=1)

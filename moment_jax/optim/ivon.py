@@ -4,12 +4,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax import Array
 
-from moment_jax.posterior import Factorized, sample_params
+from moment_jax.posterior import Factorized
 from moment_jax.xla import materialized
+
+SMALL = 2**14  # entries of an array
 
 
 class IvonState(NamedTuple):
@@ -156,8 +159,20 @@ def ivon_beliefs(state: Any, params: Any) -> Any:
 
 def ivon_draw(state: Any, params: Any, key: Array) -> Any:
     """The weights at which to take the next gradient, one draw of `ivon_beliefs`, a tree like params."""
+    beliefs, form = jax.tree.flatten(
+        ivon_beliefs(state, params), is_leaf=lambda x: isinstance(x, Factorized)
+    )
+    # Small arrays share one call of the generator: its overhead is that of some thousand numbers.
+    small = [i for i, belief in enumerate(beliefs) if belief.mean.size <= SMALL]
+    ends = np.cumsum([0, *(beliefs[i].mean.size for i in small)])
+    keys = jax.random.split(key, len(beliefs) + 1)
+    noise = jax.random.normal(keys[-1], (ends[-1],), jnp.float32)
+    drawn = [None if i in small else belief.sample(keys[i]) for i, belief in enumerate(beliefs)]
+    for i, first, last in zip(small, ends, ends[1:], strict=False):
+        mean, sd = beliefs[i].mean, jnp.sqrt(beliefs[i].variance)
+        drawn[i] = mean + sd * noise[first:last].reshape(mean.shape).astype(mean.dtype)
     # Stored, or XLA for CPU draws a bias anew for every token that it is added to.
-    return materialized(sample_params(ivon_beliefs(state, params), key))
+    return materialized(jax.tree.unflatten(form, drawn))
 
 
 def _wide(x: Array) -> Any:

@@ -112,7 +112,7 @@ def test_selective_scores_of_a_known_ranking():
     confidence = np.array([0.6, 0.9, 0.7, 0.8])
     found = selective.scored(np.stack([confidence, 1 - confidence], axis=1), np.array([0, 0, 1, 0]))
     assert found["aurc"] == pytest.approx(np.mean([0, 0, 1 / 3, 1 / 4]))
-    assert found["coverage_0.005"] == found["coverage_0.01"] == 0.5
+    assert found["coverage at 0.005"] == found["coverage at 0.01"] == 0.5
 
 
 @pytest.mark.slow
