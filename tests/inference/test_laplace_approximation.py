@@ -369,7 +369,7 @@ DICT = {"x": X}
 BAD = [
     ({"kind": "full"}, ValueError, "kfac or diagonal. Got 'full'"),
     ({"likelihood": "mse"}, TypeError, "Categorical.*Got 'mse'"),
-    ({"likelihood": Gaussian}, TypeError, "Got <class .*Use mj.Gaussian()"),
+    ({"likelihood": Gaussian}, TypeError, "Got <class .*Give Gaussian()"),
     ({"likelihood": Gaussian(0.0)}, ValueError, "positive noise variance"),
     ({"likelihood": Gaussian(np.ones(1))}, ValueError, "one positive noise variance"),
     ({"data": (X, jnp.zeros((24, 2)))}, ValueError, r"shape \(24, 1\).*Got .* shape \(24, 2\)"),
