@@ -204,7 +204,7 @@ def test_closure_of_the_main_job(main_job, tmp_path):
     small = ["--images", "1", "--samples", "200", "--structure", "Diagonal", "--json", str(file)]
     assert main(["closure", "--run", str(main_job[0]), *small]) == 0
     first, *_, last = json.loads(file.read_text())
-    assert first["stage"].startswith("dense ")  # of the patches
+    assert first["stage"].startswith("weights ")  # the last block's gain: what is before is certain
     assert last["stage"].startswith("bias ")  # of the head
     assert first["closure"]["sd_error"] < 1e-3  # no boundary has lost anything yet
     assert all(np.isfinite(last[kind]["sd_ratio"]) for kind in closure.KINDS)
