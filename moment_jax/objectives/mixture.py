@@ -78,8 +78,8 @@ def averaged(predictions: Sequence[Any]) -> Any:
         means = jnp.concatenate([x.parts.mean for x in each], axis=-2)
         covs = jnp.concatenate([x.parts.cov for x in each], axis=-3)
         weights = jnp.concatenate([x.log_weights for x in each], axis=-1) - jnp.log(len(each))
-        cov, parts = jnp.mean(stacked.cov + between, axis=0), GaussianPredictive(means, covs)
-        return MixturePredictive(mean, cov, parts, weights)
+        cov = jnp.mean(stacked.cov + between, axis=0)
+        return MixturePredictive(mean, cov, GaussianPredictive(means, covs), weights)
     if isinstance(stacked, BernoulliPredictive):
         return jax.tree.map(lambda x: x.mean(axis=0), stacked)
     logs = logsumexp(stacked.log_probs, axis=0) - jnp.log(len(predictions))
