@@ -111,7 +111,7 @@ def test_noise_of_the_input_by_dense_formulas(rows):
 
 class OneNoise(nnx.Module):
     def __init__(self):
-        self.mean = nnx.Linear(12, 1, rngs=nnx.Rngs(0), param_dtype=float)
+        self.mean = nnx.Linear(120, 1, rngs=nnx.Rngs(0), param_dtype=float)
         self.log_noise = nnx.Param(jnp.zeros(1, float))
 
     def __call__(self, x):
@@ -120,8 +120,8 @@ class OneNoise(nnx.Module):
 
 
 def test_a_predicted_noise_that_is_constant_is_that_of_mackay():
-    x = RNG.normal(size=(40, 12))  # 13 weights of 40 rows: residuals alone are a third too small
-    y = x[:, 0] + RNG.normal(size=40)
+    x = RNG.normal(size=(400, 120))  # residuals alone are a quarter too small
+    y = x @ RNG.normal(size=120) / 5 + RNG.normal(size=400)
     known = fit(OneNoise().mean, data=(x, y), max_steps=3000)[0].likelihood.noise_variance[0]
     member = fit(OneNoise(), NOISY, (x, y), max_steps=3000)[0]
     np.testing.assert_allclose(jnp.exp(member(x).mean[:, 1]), known, rtol=0.05)
