@@ -25,7 +25,7 @@ Forward = Callable[[mj.Bayesian, Array, Array], Any]
 GROUPS = 8  # drawn networks that share a mini-batch
 SPEED = 10.0  # of the spreads, over the means: they begin far from where they end
 IVON_RATE, IVON_SETS = 0.3, 10  # the sample size is that of so many training sets
-IVON: dict[str, float] = {"hess_init": 0.1, "weight_decay": 1e-3, "beta2": 0.9995}
+IVON: dict[str, Any] = {"hess_init": 0.1, "weight_decay": 1e-3, "beta2": 0.9995}
 CHUNK = 50  # inputs at a time in prediction
 
 
