@@ -277,16 +277,15 @@ class Bayesian(plain.Module):
     ) -> Self:
         """A copy whose pass has the spread of sampled networks: a factor for each feature of the output.
 
-        It is the mean ratio of sds on this input, so give a few dozen examples. Features are drawn to
-        their common factor by what the samples leave open. For `Diagonal`, which takes tokens as
-        independent: their mean then has a fifth of its sd, and the factors mend most of that. They hold
-        for these beliefs: `scaled` and `replace` forget them, and a gradient by the beliefs raises, so
-        correct after training. Arguments are those of `check`.
+        It is the mean ratio of sds on this input, so give a few dozen examples. For `Diagonal`, which
+        takes tokens as independent: their mean then has a fifth of its sd, and the factors mend most of
+        that. They hold for these beliefs: `scaled` and `replace` forget them, and a gradient by the
+        beliefs raises, so correct after training. Arguments are those of `check`.
         """
         beside = beside_sampled(self, "corrected", x, key, samples, options)
         (moments, _), ((_, sd), _) = beside
         copy = nnx.clone(self)
-        found = spread_factors(moments.sd, sd, samples)
+        found = spread_factors(moments.sd, sd)
         copy.spread = nnx.data(
             nnx.Variable(found if self.spread is None else found * self.spread[...])
         )

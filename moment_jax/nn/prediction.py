@@ -57,18 +57,14 @@ def beside_sampled(
     return found
 
 
-def spread_factors(sd: Array, sampled: Array, samples: int) -> Array:
-    """Factors (C,) from sds (..., C) of a pass and of sampled networks."""
+def spread_factors(sd: Array, sampled: Array) -> Array:
+    """Factors (C,) from sds (..., C) of a pass and sampled networks; their mean where none is known."""
     known = (sd > 0) & (sampled > 0)
     if not jnp.any(known):
         raise ValueError("`corrected` needs an output that varies. Got variances of zero.")
     ratio = jnp.where(known, sampled / jnp.where(known, sd, 1), jnp.nan)
-    each = jnp.log(jnp.nanmean(ratio, axis=tuple(range(sd.ndim - 1))))
-    centre = jnp.nanmean(each)
-    # Empirical Bayes: what varies beyond the noise of a sampled sd is the features' own.
-    noise, own = 0.5 / (samples - 1), jnp.nanvar(each)
-    kept = jnp.maximum(0, 1 - noise / jnp.maximum(own, noise))
-    return jnp.exp(centre + kept * jnp.nan_to_num(each - centre))
+    each = jnp.nanmean(ratio, axis=tuple(range(sd.ndim - 1)))
+    return jnp.where(jnp.isnan(each), jnp.nanmean(each), each)
 
 
 class _Static:

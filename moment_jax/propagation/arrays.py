@@ -6,7 +6,6 @@ And primitives, evaluated on certain arrays and on the places of random entries.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import math
 from collections.abc import Callable
@@ -24,23 +23,7 @@ Places = np.ndarray
 """Integers of any shape: where each entry lies in another array, flattened; -1 for a certain zero."""
 
 
-class Shaped:
-    """What has a shape."""
-
-    shape: Any
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of entries."""
-        return math.prod(self.shape)
-
-
-class View(Shaped):
+class View:
     """An array of any shape whose entries lie at flat places of something else."""
 
     places: Places
@@ -49,6 +32,11 @@ class View(Shaped):
     def shape(self) -> tuple[int, ...]:
         """Shape of the array."""
         return self.places.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return self.places.ndim
 
     def broadcast(self, shape: tuple[int, ...]) -> Self:
         """The array broadcast to a shape."""
@@ -62,6 +50,11 @@ Carry = Callable[[Any], Any]  # Cov[u, input] -> Cov[u, output] for any u; None 
 _count = itertools.count()
 
 
+def as_it_is(cross: Any) -> Any:
+    """The `Carry` of what keeps its covariances."""
+    return cross
+
+
 @dataclasses.dataclass(eq=False)
 class Base:
     """A random sequence (T, D), and how it depends on others, linearised."""
@@ -72,19 +65,12 @@ class Base:
     node: Any = None  # of the graph, whose moments these are first
     index: int = dataclasses.field(default_factory=lambda: next(_count))
 
-    def at(self, order: Places, axes: tuple[Axes, Axes] = ((), ())) -> Sequence:
+    def at(self, order: Places, tokens: Axes = (), features: Axes = ()) -> Sequence:
         """The sequence of its entries at these places, (T, D)."""
-        if in_order(order, self.mean.shape):
-            return Sequence(self.mean, self.cov, axes, self, order)
-        (t, d), cov = self.mean.shape, self.cov
-        rows, columns = table(order, d)
-        if rows is None:
-            cov = cov.entries(order)
-        elif not np.array_equal(rows, np.arange(t)):
-            cov = cov.map_tokens(jax.nn.one_hot(rows, t, dtype=cov.dtype))
-        if rows is not None and not np.array_equal(columns, np.arange(d)):
-            cov = cov.map_features(jax.nn.one_hot(columns, d, dtype=cov.dtype).T)
-        return Sequence(take(self.mean, order), cov, axes, self, order)
+        found = self.mean, self.cov
+        if not in_order(order, self.mean.shape):
+            found = take(self.mean, order), take_cov(self.cov, order)
+        return Sequence(*found, tokens, features, self, order)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,15 +85,25 @@ class Moments(View):
     places: Places  # of each entry of the array in the sequence
     known: dict[Any, Sequence] = dataclasses.field(default_factory=dict, init=False)
 
+    @property
+    def mean(self) -> Array:
+        """That of the sequence, (T, D)."""
+        return self.base.mean
+
+    @property
+    def cov(self) -> Any:
+        """That of the sequence."""
+        return self.base.cov
+
     def array(self) -> Array:
         """Mean of the array."""
-        return take(self.base.mean, self.places)
+        return take(self.mean, self.places)
 
     def axes(self) -> tuple[Axes, Axes]:
         """The array's token axes and feature axes; an axis along which both change is a feature axis."""
         by_token, by_feature = (
             [i for i in range(self.ndim) if (x.take(range(min(1, x.shape[i])), i) != x).any()]
-            for x in np.divmod(self.places, self.base.mean.shape[1])
+            for x in np.divmod(self.places, self.mean.shape[1])
         )
         return tuple(i for i in by_token if i not in by_feature), tuple(by_feature)
 
@@ -118,12 +114,13 @@ class Moments(View):
         features = features or tuple(i for i in long if i not in tokens)
         return tuple(sorted({*tokens, *long} - {*features})), features
 
-    def sequence(self, *axes: Axes) -> Sequence:
-        """The array as a sequence with these token and feature axes; by default the natural ones."""
-        tokens, features = axes or self.natural()
+    def sequence(self, tokens: Axes | None = None, features: Axes = ()) -> Sequence:
+        """The array as a sequence with these axes, in order; by default the natural ones."""
+        if tokens is None:
+            tokens, features = self.natural()
         if (tokens, features) not in self.known:
             order = as_rows(self.places, tokens, features)
-            self.known[tokens, features] = self.base.at(order, (tokens, features))
+            self.known[tokens, features] = self.base.at(order, tokens, features)
         return self.known[tokens, features]
 
 
@@ -133,9 +130,15 @@ class Sequence:
 
     mean: Array  # (T, D)
     cov: Any  # a covariance of the same shape
-    axes: tuple[Axes, Axes]  # those of the tokens and those of the features
+    tokens: Axes
+    features: Axes
     base: Base
     order: Places  # of its entries in the base, (T, D)
+
+    @property
+    def axes(self) -> tuple[Axes, Axes]:
+        """The token axes and the feature axes."""
+        return self.tokens, self.features
 
     def changed(self, mean: Array, cov: Any, shape: Any, carry: Carry | None) -> Moments:
         """An array of this shape, with the same axes, made of this one alone."""
@@ -201,11 +204,6 @@ def take(array: Any, places: Places) -> Any:
     return xp.where(places < 0, 0, values) if (places < 0).any() else values
 
 
-def digest(array: Any) -> Any:
-    """What tells an array's shape and values from others."""
-    return np.shape(array), hashlib.sha256(np.asarray(array).tobytes()).digest()
-
-
 def table(places: Places, width: int) -> tuple[Any, Any]:
     """The rows and columns of (T, width) of which places (U, O) are a table; None if they are none."""
     rows = np.where(places < 0, -1, places // width).max(axis=1)
@@ -213,6 +211,19 @@ def table(places: Places, width: int) -> tuple[Any, Any]:
     known = (rows >= 0)[:, None] & (columns >= 0)
     whole = np.where(known, rows[:, None] * width + columns, -1)
     return (rows, columns) if np.array_equal(places, whole) else (None, None)
+
+
+def take_cov(cov: Any, places: Places) -> Any:
+    """Covariance of the sequence made of the entries at these places of another."""
+    num_tokens, num_features = cov.shape
+    rows, columns = table(places, num_features)
+    if rows is None:
+        return cov.entries(places)
+    if not np.array_equal(rows, np.arange(num_tokens)):
+        cov = cov.map_tokens(jax.nn.one_hot(rows, num_tokens, dtype=cov.dtype))
+    if not np.array_equal(columns, np.arange(num_features)):
+        cov = cov.map_features(jax.nn.one_hot(columns, num_features, dtype=cov.dtype).T)
+    return cov
 
 
 # fmt: off
@@ -323,8 +334,12 @@ def as_product(eqn: Any) -> Any:
     p = eqn.params
     image, filters, out = p["dimension_numbers"]
     size = tuple(eqn.invars[1].aval.shape[i] for i in filters[2:])
-    groups = p["feature_group_count"], p["batch_group_count"]
-    ones = {*p["lhs_dilation"], *p["rhs_dilation"], *groups}
+    ones = {
+        *p["lhs_dilation"],
+        *p["rhs_dilation"],
+        p["feature_group_count"],
+        p["batch_group_count"],
+    }
     if size != tuple(p["window_strides"]) or any(map(any, p["padding"])) or ones != {1}:
         return None
 

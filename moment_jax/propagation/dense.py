@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,10 @@ from moment_jax.layers.ends import embedding
 from moment_jax.layers.params import DenseParams
 from moment_jax.posterior import Factorized, FullNormal, Point
 from moment_jax.propagation import arrays, regions
-from moment_jax.propagation.arrays import Axes, Base, Moments, Places, Sequence
+from moment_jax.propagation.arrays import Axes, Base, Carry, Moments, Places, Sequence
 from moment_jax.propagation.errors import LINEARISE, refuse, shapes
 from moment_jax.propagation.graph import Node, as_weight, independent, is_random, weights_in
-from moment_jax.propagation.propagator import Propagator, pattern, rule
+from moment_jax.propagation.propagator import PATTERNS, Propagator, rule
 from moment_jax.propagation.weights import Weight, covariance_with, overlap, rescaled, select
 
 LARGEST = 2**24  # most entries of the Jacobian of a factor with a tied weight
@@ -59,13 +59,22 @@ class Projection(arrays.View):
         return replace(self, layer=DenseParams(rescaled(kernel, number), bias))
 
 
-def readings(node: Node) -> Iterator[tuple[int, Any, Weight, arrays.Factor, arrays.Factor]]:
-    """A product read as that of an array, on this side, and a weight; and the axes of both."""
+class _Reading(NamedTuple):
+    """A product read as that of an array and a weight, and their axes."""
+
+    side: int  # of the array
+    value: Any
+    weight: Weight
+    own: arrays.Factor
+    other: arrays.Factor
+
+
+def _readings(node: Node) -> Iterator[_Reading]:
     axes = arrays.factors(node)
     for side in (0, 1):
         value, weight = node.operands[side], as_weight(node.operands[1 - side])
         if weight is not None and not isinstance(value, Weight):
-            yield side, value, weight, axes[side], axes[1 - side]
+            yield _Reading(side, value, weight, axes[side], axes[1 - side])
 
 
 def read_dense(
@@ -75,7 +84,7 @@ def read_dense(
 
     `known` are the moments of its random operand, if they are not to be computed.
     """
-    for side, value, weight, own, other in readings(node):
+    for side, value, weight, own, other in _readings(node):
         # A batch of layers is one layer with a block for each.
         batch = tuple(i for i in own.batch if np.shape(value)[i] > 1)
         features = (*batch, *own.contracted)
@@ -115,7 +124,8 @@ def _dense(propagator: Propagator, node: Node) -> Moments | None:
 def _with_kernel(propagator: Propagator, node: Node) -> Node:
     """The product with a kernel that is a function of weights alone, such as a normalised one.
 
-    Its moments are a belief about it: of independent entries in all structures but `Full`.
+    What that function's moments say of the kernel is a belief about it: with all covariances in `Full`,
+    of independent entries in other structures.
     """
     if len(node.nodes) < 2 or not independent(*node.operands):
         return node
@@ -124,10 +134,10 @@ def _with_kernel(propagator: Propagator, node: Node) -> Node:
         if any(n.op not in {*regions.BY_ROW, "belief"} for n in regions.between(kernel, [])):
             continue
         m = propagator.moments(kernel)
-        posterior: Any = Factorized(m.array(), arrays.take(m.base.cov.variance(), m.places))
+        posterior: Any = Factorized(m.array(), arrays.take(m.cov.variance(), m.places))
         if propagator.structure.exact:
             posterior = FullNormal(
-                m.array(), m.base.cov.entries(m.places.reshape(1, -1)).cov.reshape(2 * m.shape)
+                m.array(), m.cov.entries(m.places.reshape(1, -1)).cov.reshape(2 * m.shape)
             )
         operands = list(node.operands)
         operands[side] = Weight.of(posterior)
@@ -137,7 +147,7 @@ def _with_kernel(propagator: Propagator, node: Node) -> Node:
 
 def _over_tokens(propagator: Propagator, node: Node) -> Moments | None:
     """A kernel over the tokens, the same for all features, or a certain one for each group of them."""
-    for side, value, weight, own, other in readings(node):
+    for side, value, weight, own, other in _readings(node):
         m = propagator.moments(value)
         features = m.natural()[1]
         heads = tuple(i for i in own.batch if m.shape[i] > 1)
@@ -152,21 +162,10 @@ def _over_tokens(propagator: Propagator, node: Node) -> Moments | None:
             return None
         features = (*heads, *(i for i in features if i not in heads))
         x = m.sequence((*rest, *own.contracted), features)
-        mixing = kernel.mean.reshape(places.shape)
+        weights = kernel.mean.reshape(places.shape)
         if count > 1:
-            mixing = jnp.kron(jnp.eye(count, dtype=mixing.dtype)[None], mixing)
-        mixing = mixing.swapaxes(1, 2)  # (H, U, T), for each of H groups of features
-        alone = mixing[0] if len(mixing) == 1 else None
-
-        def mixed(of: Any, mixing: Array = mixing, alone: Array | None = alone) -> Any:
-            return of.map_heads(mixing) if alone is None else of.map_tokens(alone)
-
-        cov = mixed(x.cov)
-        if alone is None:
-            groups = x.mean.reshape(len(x.mean), len(mixing), -1)
-            mean = jnp.einsum("hut,thk->uhk", mixing, groups).reshape(-1, x.mean.shape[1])
-        else:
-            mean = alone @ x.mean
+            weights = jnp.kron(jnp.eye(count, dtype=weights.dtype)[None], weights)
+        mean, cov, carry = _mixed(x, weights.swapaxes(1, 2))
         if not known:
             cov = cov.add(x.cov.token_noise(x.mean, kernel))
         # The result has the axes of the batch, of the value and of the kernel, in this order.
@@ -174,8 +173,19 @@ def _over_tokens(propagator: Propagator, node: Node) -> Moments | None:
         axes = (*rest, -1, *features)
         entries = arrays.numbered(sizes).transpose([axes.index(i) for i in (*heads, *own.free, -1)])
         propagator.note(node, "tokens mixed", "" if known else "input and kernel independent")
-        return arrays.made(mean, cov, arrays.in_product(node, side, entries), (x, mixed))
+        return arrays.made(mean, cov, arrays.in_product(node, side, entries), (x, carry))
     return None
+
+
+def _mixed(x: Sequence, weights: Array) -> tuple[Array, Any, Carry]:
+    """Moments of weights_h @ x_h, weights (H, U, T), for each of H groups of features."""
+    if len(weights) == 1:
+        mapping = weights[0]
+        cov = x.cov.map_tokens(mapping)
+        return mapping @ x.mean, cov, lambda cross: cross.map_tokens(mapping)
+    groups = x.mean.reshape(len(x.mean), len(weights), -1)
+    mean = jnp.einsum("hut,thk->uhk", weights, groups).reshape(-1, x.mean.shape[1])
+    return mean, x.cov.map_heads(weights), lambda cross: cross.map_heads(weights)
 
 
 @rule("gather")
@@ -198,11 +208,20 @@ def _rows(propagator: Propagator, node: Node) -> Moments | None:
     return arrays.made(mean, cov, arrays.ordered(node.shape, tokens, features))
 
 
-@rule("add", "add_any", "sub", "mul", "div")
-def _with_vector(propagator: Propagator, node: Node) -> Moments | None:
-    """Plus, minus, times or divided by a weight or a certain array."""
-    side = int(isinstance(node.operands[1], Node))  # of the random array
-    weight, multiplies = as_weight(node.operands[1 - side]), node.op in ("mul", "div")
+class _Pair(NamedTuple):
+    """A random array, and a weight or a certain array that is added to it or multiplies it."""
+
+    side: int  # of the random array
+    x: Sequence
+    weight: Weight  # the other, with the same shape
+    vector: Any  # the belief about it if it is the same for every token, or None
+    mean: Array  # (1, D) then, else (T, D)
+    random: bool
+
+
+def _pair(propagator: Propagator, node: Node) -> _Pair | None:
+    side = int(isinstance(node.operands[1], Node))
+    weight = as_weight(node.operands[1 - side])
     random = weight is not None and not isinstance(weight.posterior, Point)
     if weight is None or (node.op == "div" and (side == 1 or random)):
         return None
@@ -210,30 +229,45 @@ def _with_vector(propagator: Propagator, node: Node) -> Moments | None:
         weight = Weight.of(Point(1 / weight.posterior.mean))
     weight = weight.broadcast(node.shape)
     x = propagator.moments(node.operands[side]).broadcast(node.shape).sequence()
-    vector: Any = weight.vector(x.axes[1])  # if it is the same for every token
-    if multiplies and random and vector is None:
-        return None  # a product like others
+    vector = weight.vector(x.features)
     if vector is None:
-        other = arrays.as_rows(arrays.take(weight.posterior.mean, weight.places), *x.axes)
+        mean = arrays.as_rows(arrays.take(weight.posterior.mean, weight.places), *x.axes)
     else:
-        other = vector.mean.reshape(1, -1)
-    if multiplies:
-        cov = x.cov.rescale(other)
-        if random:
-            cov = cov.add(x.cov.gain_noise(x.mean, vector.vector_cov()))
-        propagator.note(node, "gain", "input and gain independent" if random else "")
-        return x.changed(x.mean * other, cov, node.shape, lambda cross: cross.rescale(other))
-    cov = x.cov
-    if random and vector is not None:
-        cov = cov.add(cov.bias_noise(vector.vector_cov()))
-    elif random:
-        cov = cov.add(propagator.moments(weight).sequence(*x.axes).cov)
-    if node.op == "sub" and side == 1:
+        mean = vector.mean.reshape(1, -1)
+    return _Pair(side, x, weight, vector, mean, random)
+
+
+@rule("add", "add_any", "sub")
+def _shifted(propagator: Propagator, node: Node) -> Moments | None:
+    """Plus or minus a weight or a certain array."""
+    pair = _pair(propagator, node)
+    if pair is None:
+        return None
+    x, cov = pair.x, pair.x.cov
+    if pair.random and pair.vector is not None:
+        cov = cov.add(cov.bias_noise(pair.vector.vector_cov()))
+    elif pair.random:
+        cov = cov.add(propagator.moments(pair.weight).sequence(*x.axes).cov)
+    if node.op == "sub" and pair.side == 1:
         one = jnp.ones((1, x.mean.shape[1]), x.mean.dtype)
-        return x.changed(other - x.mean, cov, node.shape, lambda cross: cross.rescale(-one))
-    mean = x.mean - other if node.op == "sub" else x.mean + other
-    propagator.note(node, *(("bias", "independent") if random else ("shift",)))
-    return x.changed(mean, cov, node.shape, lambda cross: cross)
+        return x.changed(pair.mean - x.mean, cov, node.shape, lambda cross: cross.rescale(-one))
+    mean = x.mean - pair.mean if node.op == "sub" else x.mean + pair.mean
+    propagator.note(node, *(("bias", "independent") if pair.random else ("shift",)))
+    return x.changed(mean, cov, node.shape, arrays.as_it_is)
+
+
+@rule("mul", "div")
+def _gain(propagator: Propagator, node: Node) -> Moments | None:
+    """Times a weight, or times or divided by a certain array."""
+    pair = _pair(propagator, node)
+    if pair is None or (pair.random and pair.vector is None):
+        return None  # a product like others
+    x = pair.x
+    cov = x.cov.rescale(pair.mean)
+    if pair.random:
+        cov = cov.add(x.cov.gain_noise(x.mean, pair.vector.vector_cov()))
+    propagator.note(node, "gain", "input and gain independent" if pair.random else "")
+    return x.changed(x.mean * pair.mean, cov, node.shape, lambda cross: cross.rescale(pair.mean))
 
 
 Reader = Callable[[Any], Projection | None]  # of an array
@@ -244,26 +278,24 @@ def projection(propagator: Propagator, node: Any) -> Projection | None:
     inner = partial(projection, propagator)
 
     def read(n: Node) -> Projection | None:
+        if arrays.is_view(n):
+            return None
         if n.op == "dot_general":
             return read_dense(propagator, n)
         found = _with_bias(n, inner) if n.op == "add" else None
         found = _scaled(n, inner) if n.op in ("mul", "div") else found
-        return _rotated(n, inner) if found is None else found
+        return rotated(n, inner) if found is None else found
 
     return regions.through_views(node, read)
 
 
-def identity(propagator: Propagator, value: Any, features: Axes) -> Projection:
-    """Any array as a layer of itself, rotated if it is; a certain one has these features."""
-
-    def itself(value: Any) -> Projection:
-        random = isinstance(value, Node)
-        m = propagator.moments(value) if random else propagator.certain(value, features)
-        x = m.sequence()
-        layer = DenseParams(Point(jnp.eye(x.mean.shape[1], dtype=x.mean.dtype)))
-        return Projection(x, layer, arrays.ordered(np.shape(value), *x.axes), value, value)
-
-    return regions.through_views(value, partial(_rotated, inner=itself)) or itself(value)
+def identity(propagator: Propagator, value: Any, features: Axes = ()) -> Projection:
+    """An array as a layer of itself; a certain one has these features."""
+    random = isinstance(value, Node)
+    m = propagator.moments(value) if random else propagator.certain(value, features)
+    x = m.sequence()
+    layer = DenseParams(Point(jnp.eye(x.mean.shape[1], dtype=x.mean.dtype)))
+    return Projection(x, layer, arrays.ordered(np.shape(value), *x.axes), value, value)
 
 
 def _with_bias(node: Node, inner: Reader) -> Projection | None:
@@ -295,20 +327,26 @@ def _scaled(node: Node, inner: Reader) -> Projection | None:
     return None
 
 
-def _rotated(node: Node, inner: Reader) -> Projection | None:
+def rotated(node: Node, inner: Reader) -> Projection | None:
     """A known linear map of the last axis, different for each token, such as rotary positions."""
 
     def linear(n: Node) -> bool:
         summed = n.op in ("add", "sub", "neg", "concatenate")
         return summed or arrays.is_view(n) or (n.op == "mul" and len(n.nodes) == 1)
 
-    before = regions.sources(node, linear)
-    alike = (x for x in before if x.shape == node.shape and x.op != "concatenate")
-    source = next(alike, None)
-    found = None if source is None else inner(source)
-    if source is None or found is None or found.rotation is not None:
-        return None
-    # The matrix that maps the last axis, by token, (T, K, K), from the images of unit vectors.
+    for source in regions.sources(node, linear):
+        if source.shape != node.shape or source.op == "concatenate":
+            continue
+        found = inner(source)
+        if found is None or found.rotation is not None:
+            return None
+        rotation = _rotation(node, source, found)
+        return None if rotation is None else replace(found, rotation=jnp.asarray(rotation))
+    return None
+
+
+def _rotation(node: Node, source: Node, inner: Projection) -> np.ndarray | None:
+    """The matrix that maps the last axis, by token, (T, K, K); None for any other map."""
     k = node.shape[-1]
     x = np.random.default_rng(0).normal(size=node.shape)
     inputs = [x, *(np.broadcast_to(unit, node.shape) for unit in np.eye(k))]
@@ -316,14 +354,13 @@ def _rotated(node: Node, inner: Reader) -> Projection | None:
     if not all(map(arrays.is_known, outputs)):
         return None
     expected, *images = (np.reshape(y, (-1, k)) for y in outputs)
-    tokens = found.places.reshape(-1, k)[:, 0] // found.layer.kernel.shape[1]
-    matrices = np.stack(images, axis=1)[np.unique(tokens, return_index=True)[1]]
-    mapped = np.einsum("nj,njk->nk", x.reshape(-1, k), matrices[tokens])
-    same = np.allclose(mapped, expected, atol=1e-4)
-    return replace(found, rotation=jnp.asarray(matrices)) if same else None
+    tokens = inner.places.reshape(-1, k)[:, 0] // inner.layer.kernel.shape[1]
+    _, first = np.unique(tokens, return_index=True)
+    matrices = np.stack(images, axis=1)[first]
+    found = np.einsum("nj,njk->nk", x.reshape(-1, k), matrices[tokens])
+    return matrices if np.allclose(found, expected, atol=1e-4) else None
 
 
-@pattern  # before the rules, which take operands and weights as independent
 def _tied(propagator: Propagator, node: Node) -> Moments | None:
     """A product with a weight on which its other factor depends, such as a tied embedding.
 
@@ -334,16 +371,15 @@ def _tied(propagator: Propagator, node: Node) -> Moments | None:
     if not node.tied:
         return None
     known = regions.BY_ROW - {"argmax"} | {"dot_general", "concatenate", "belief", "pad"}
-    found = None
-    for reading in readings(node) if node.op == "dot_general" else ():
+    reading, found = next(_readings(node), None) if node.op == "dot_general" else None, None
+    if reading is not None:
         _, value, weight, own, other = reading
         same = (w for w in weights_in(value) if overlap([w], [weight]))
         differentiable = all(n.op in known for n in regions.between(value, []))
         batch = any(value.shape[i] > 1 for i in own.batch)
         if differentiable and not batch and all(w.posterior is weight.posterior for w in same):
             found = read_dense(propagator, node)
-        break
-    if found is None:
+    if reading is None or found is None:
         raise refuse(
             f"`{node.op}` of random {shapes(node.operands)}, one of them a weight on which another "
             "depends",
@@ -379,3 +415,7 @@ def _tied(propagator: Propagator, node: Node) -> Moments | None:
     out = out.add(out.projected(cross + jnp.transpose(cross, (2, 3, 0, 1)) + bent))
     propagator.note(node, "tied weights", "input and kernel jointly Gaussian, to first order")
     return Moments(Base(mean + jnp.einsum("tddv->tv", shared), out, None), found.places)
+
+
+# Before the others, which assume that operands and weights are independent.
+PATTERNS.insert(0, _tied)

@@ -3,9 +3,9 @@
 Where they bend and jump, pieces that are linear, and the feed-forward layer around them.
 """
 
+import functools
 import math
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -20,9 +20,9 @@ from moment_jax.expectations import ElementwiseMoments
 from moment_jax.expectations.quadrature import resolving
 from moment_jax.layers.params import DenseParams, FeedForwardParams
 from moment_jax.layers.rules import rules_of
-from moment_jax.propagation.arrays import Moments, made
+from moment_jax.propagation.arrays import Base, Moments, made
 from moment_jax.propagation.dense import projection, read_dense
-from moment_jax.propagation.errors import no_rule
+from moment_jax.propagation.errors import refuse, register
 from moment_jax.propagation.graph import Node, independent
 from moment_jax.propagation.normalization import log_probabilities
 from moment_jax.propagation.propagator import Propagator, pattern
@@ -60,8 +60,8 @@ def breaks(found: Univariate) -> np.ndarray | None:
     if not found.operations & BENDING:
         return np.zeros(0)
     eps = float(jnp.finfo(found.source.dtype).eps)
-    away = np.geomspace(1e-4, 1e4, 120)
-    x = found.rounded(np.concatenate([-away[::-1], [0.0], away]))
+    x = np.geomspace(1e-4, 1e4, 120)
+    x = at(lambda x: x, np.concatenate([-x[::-1], [0.0], x]), found)
     sides = at(found.sides, x, found)
     while True:
         changed = (sides[1:] != sides[:-1]).any(1)
@@ -71,10 +71,10 @@ def breaks(found: Univariate) -> np.ndarray | None:
             return None
         if not len(cells):
             break
-        middle = found.rounded((x[cells] + x[cells + 1]) / 2)
-        sides = np.concatenate([sides, at(found.sides, middle, found)])
+        middle = at(lambda x: x, (x[cells] + x[cells + 1]) / 2, found)
+        new = at(found.sides, middle, found)
         x, order = np.unique(np.concatenate([x, middle]), return_index=True)
-        sides = sides[order]
+        sides = np.concatenate([sides, new])[order]
     places = ((x[1:] + x[:-1]) / 2)[changed]
     places = np.where(np.abs(places) < 2e-3 * eps, 0.0, places)
     apart = np.diff(places, prepend=-np.inf) > 16 * eps * (np.abs(places) + 1e-3)
@@ -86,12 +86,14 @@ def pieces_of(found: Univariate, places: np.ndarray) -> Pieces | None:
     close = min(1e3 * found.eps, 0.02)
     first, last = (places[0], places[-1]) if len(places) else (0.0, 0.0)
     away = np.geomspace(1e-3, 1e4, 16)
-    # Points of each piece, first next to one of its ends.
-    points: Any = [first - away * max(1, abs(first))]
-    points += [low + (high - low) * np.linspace(0.02, 0.98, 16) for low, high in pairwise(places)]
-    points += [last + away * max(1, abs(last))] if len(places) else []
-    points = found.rounded(np.concatenate(points))
-    x, y = points.reshape(-1, 16), at(found.fn, points, found).reshape(-1, 16)
+    x: Any = [
+        first - away * max(1, abs(first))
+    ]  # points of each piece, first next to one of its ends
+    x += [low + (high - low) * np.linspace(0.02, 0.98, 16) for low, high in pairwise(places)]
+    x += [last + away * max(1, abs(last))] if len(places) else []
+    x = at(lambda x: x, np.concatenate(x), found)
+    y = at(found.fn, x, found).reshape(-1, 16)
+    x = x.reshape(-1, 16)
     if not np.isfinite(y).all():
         return None
     slope = (y[:, -1] - y[:, 0]) / (x[:, -1] - x[:, 0])
@@ -101,16 +103,19 @@ def pieces_of(found: Univariate, places: np.ndarray) -> Pieces | None:
     if (np.abs(y - line) > close * size).any():
         return None
     slope = np.where(np.abs(slope) <= min(close, 1e-3) * steep, 0.0, slope)
+
+    def value(i: int, t: float) -> float:
+        return float(y[i, 0] + slope[i] * (t - x[i, 0]))
+
     bends, slopes, steps = [], [float(slope[0])], []
     for i, t in enumerate(map(float, places)):
-        before, after = (float(y[k, 0] + slope[k] * (t - x[k, 0])) for k in (i, i + 1))
+        before, after = value(i, t), value(i + 1, t)
         if abs(after - before) > close * (abs(before) + abs(after) + steep * (abs(t) + 1e-3)):
             steps.append((t, after - before))
         if abs(slope[i + 1] - slopes[-1]) > close * steep:
             bends.append(t)
             slopes.append(float(slope[i + 1]))
-    start = bends[0] if bends else 0.0
-    return Pieces(bends, slopes, float(y[0, 0] + slope[0] * (start - x[0, 0])), steps)
+    return Pieces(bends, slopes, value(0, bends[0] if bends else 0.0), steps)
 
 
 def jumps_at(found: Univariate, places: np.ndarray | None) -> bool:
@@ -157,51 +162,38 @@ def recognised(found: Univariate, node: Node) -> tuple[str, Transform | Pieces, 
 
     The transform of a linear function is its only piece.
     """
-    if found.key not in _LOOKED_AT:
-        _LOOKED_AT[found.key] = _looked_at(found)
-    name, told = _LOOKED_AT[found.key]
     gaussian = "its input Gaussian"
-    if name == "gelu":
-        return name, expectations.gelu, gaussian
-    if name == "a function that jumps":
-        raise no_rule(node, name)
-    if name == "quadrature":
-        bent, num_nodes, width = told
-        if num_nodes is None:
-            return name, partial(_quadrature, found.fn), gaussian
-        if width < 2:
-            gaussian += f", of sd up to {width:g}: beyond it the function is too narrow"
-        options = {"num_nodes": num_nodes, "bends": bent}
-        return name, partial(expectations.elementwise, found.fn, **options), gaussian
-    if not told.bends and not told.steps:
-        return "linear", told, ""
-    if told == ([0.0], [0.0, 1.0], 0.0, []):
-        return "relu", expectations.rectified, gaussian
-    name = "steps" if told.steps else "piecewise linear"
-    return name, lambda m, v: expectations.piecewise_linear(m, v, *told), gaussian
-
-
-_LOOKED_AT: dict[Any, tuple[str, Any]] = {}  # by key, because networks repeat their functions
-
-
-def _looked_at(found: Univariate) -> tuple[str, Any]:
-    """What the values of a function tell: its name, and its pieces or the nodes that resolve it."""
     if found.operations <= GELU and not found.operations <= RATIONAL:
         x = np.concatenate([np.linspace(-6, 6, 49), np.geomspace(8, 1e4, 12)])
-        x = found.rounded(np.concatenate([-x, x]))
+        x = at(lambda x: x, np.concatenate([-x, x]), found)
         expected = [t / 2 * math.erfc(-t / math.sqrt(2)) for t in x]
         if np.allclose(at(found.fn, x, found), expected, atol=min(32 * found.eps, 0.02)):
-            return "gelu", None
+            return "gelu", expectations.gelu, gaussian
     places = breaks(found)
     if places is not None and found.operations <= RATIONAL | BENDING:
         pieces = pieces_of(found, places)
         if pieces is not None:
-            return "pieces", pieces
+            if not pieces.bends and not pieces.steps:
+                return "linear", pieces, ""
+            if pieces == ([0.0], [0.0, 1.0], 0.0, []):
+                return "relu", expectations.rectified, gaussian
+            fn, name = (
+                expectations.piecewise_linear,
+                "steps" if pieces.steps else "piecewise linear",
+            )
+            return name, lambda m, v: fn(m, v, *pieces), gaussian
     if jumps_at(found, places):
-        return "a function that jumps", None
+        raise refuse("a function that jumps", node.source, register(node))
     bent = not found.operations.isdisjoint(BENDING)
-    found_nodes = resolving(found.fn, found.source.dtype, bends=bent, eps=found.eps)
-    return "quadrature", (bent, *found_nodes)
+    num_nodes, width = resolving(found.fn, found.source.dtype, bends=bent, eps=found.eps)
+    if num_nodes is None:
+        return "quadrature", functools.partial(_quadrature, found.fn), gaussian
+    quadrature = functools.partial(
+        expectations.elementwise, found.fn, num_nodes=num_nodes, bends=bent
+    )
+    if width < 2:
+        gaussian += f", of sd up to {width:g}: beyond it the function is too narrow"
+    return "quadrature", quadrature, gaussian
 
 
 def _quadrature(fn: Callable[[Array], Array], mean: Array, variance: Array) -> ElementwiseMoments:
@@ -229,10 +221,12 @@ def _feed_forward(propagator: Propagator, node: Node) -> Moments | None:
         if len(x.mean) == 1:  # no tokens that share noise: layer by layer is nearer
             continue
         shape = len(x.mean), width
-        layout = made(jnp.zeros(shape), Diagonal.zeros(shape), np.asarray(hidden.places))
+        layout = Moments(
+            Base(jnp.zeros(shape), Diagonal.zeros(shape), None), np.asarray(hidden.places)
+        )
         output = read_dense(propagator, node, layout)
         apart = independent(*node.operands) and independent(*hidden.product.operands)
-        if output is None or output.x.mean is not layout.base.mean or not apart:
+        if output is None or output.x.mean is not layout.mean or not apart:
             continue
         if output.layer.kernel.shape[1] != d or width < d:
             continue

@@ -25,15 +25,11 @@ def refuse(what: str, source: Any, fix: str) -> PropagationError:
     return PropagationError(f"`propagate` needs moments of {what}, at {where(source)}. {fix}")
 
 
-def no_rule(node: Any, what: str = "", why: str = "", fix: str = "") -> PropagationError:
-    """The error for a node without a rule."""
-    named = what or f"`{node.op}` of random {shapes(node.operands)}"
-    return refuse(
-        named + why,
-        node.source,
-        f"{'' if what else 'No rule or pattern covers it. '}{fix}Register one with "
-        f'mj.propagation_rule("{node.op}"), keep this part certain, as with mj.Bayesian(network, '
-        f"random=...), or {LINEARISE}. help(mj.propagate) lists what has no rule.",
+def register(node: Any) -> str:
+    """How to fix the error for a node without a rule."""
+    return (
+        f'Register one with mj.propagation_rule("{node.op}"), keep this part certain, as with '
+        f"mj.Bayesian(network, random=...), or {LINEARISE}. help(mj.propagate) lists what has no rule."
     )
 
 
@@ -94,18 +90,23 @@ def explain(rule: str, inputs: Any, error: Exception, *ways: tuple[Any, Any, str
             raise ValueError(f"{rule}, and {why}. {got}. {mend}") from error
 
 
-def explain_call(name: str, fn: Callable[..., Any], inputs: tuple[Any, ...], error: Any) -> None:
+def explain_call(
+    name: str, fn: Callable[..., Any], inputs: tuple[Any, ...], error: Exception
+) -> None:
     """`explain` for `mj.name(fn)`, whose inputs come as they are."""
 
     def one(inputs: Any) -> Any:
         return fn(*inputs)
 
     rule = f"`{name}(fn)` calls fn with the inputs as they are"
-    lacks, mend = "this fn needs a batch axis before theirs", "For one input, use x[None]."
-    adds = "this fn takes one entry of their first axis"
-    vmap = f"Use jax.vmap(mj.{name}(fn), (None, 0))(params, x)."
-    ways = (one, with_axes(inputs, 1), lacks, mend), (jax.vmap(one), inputs, adds, vmap)
-    explain(rule, inputs, error, *ways)
+    lacks = (
+        with_axes(inputs, 1),
+        "this fn needs a batch axis before theirs",
+        "For one input, use x[None].",
+    )
+    mend = f"Use jax.vmap(mj.{name}(fn), (None, 0))(params, x)."
+    adds = inputs, "this fn takes one entry of their first axis", mend
+    explain(rule, inputs, error, (one, *lacks), (jax.vmap(one), *adds))
 
 
 class Step(NamedTuple):

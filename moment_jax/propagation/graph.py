@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ _count = itertools.count()
 
 
 @dataclasses.dataclass(eq=False)
-class Node(arrays.Shaped):
+class Node:
     """An operation with a random operand; its moments are computed on demand."""
 
     primitive: Any
@@ -36,6 +37,7 @@ class Node(arrays.Shaped):
     source: Any
     output: int = 0  # index among the results
     index: int = dataclasses.field(default_factory=lambda: next(_count))
+    moments: Moments | None = None
     weights: frozenset[Weight] = frozenset()  # on which it depends
     tied: bool = False  # whether an operand is a weight on which another depends
     memory: bool = False  # whether its random operand is taken as independent of all else
@@ -51,6 +53,16 @@ class Node(arrays.Shaped):
     def op(self) -> str:
         """Name of the primitive."""
         return self.primitive.name
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of entries."""
+        return math.prod(self.shape)
 
     @property
     def nodes(self) -> list[Node]:
@@ -73,7 +85,8 @@ def given(
     memory = Node(_GIVEN, {}, tuple(attended), (), dtype, ())
     edge = Node(_GIVEN, {}, (memory,), (), dtype, (), memory=True)
     operands = (*weights, edge) if memory.weights else tuple(weights)
-    node = Node(_GIVEN, {"moments": moments}, operands, moments.shape, dtype, ())
+    node = Node(_GIVEN, {}, operands, moments.shape, dtype, ())
+    node.moments = moments
     moments.base.node = node
     return node
 
@@ -136,15 +149,15 @@ class Recorder:
         self.found: dict[Any, Any] = {}  # results of each operation, which is not repeated
         self.calls: tuple[Any, ...] = ()  # sources of the enclosing calls, innermost first
 
-    def run(self, jaxpr: Any, operands: list[Value]) -> list[Value]:
-        """Outputs of a jaxpr, open or closed."""
-        consts, jaxpr = getattr(jaxpr, "consts", ()), getattr(jaxpr, "jaxpr", jaxpr)
-        names = *jaxpr.constvars, *jaxpr.invars
-        env: dict[Any, Value] = dict(zip(names, (*consts, *operands), strict=True))
+    def run(self, jaxpr: Any, consts: Any, args: Any) -> list[Value]:
+        """Outputs of an open jaxpr."""
+        env: dict[Any, Value] = {}
 
         def read(atom: Any) -> Value:
             return atom.val if isinstance(atom, core.Literal) else env[atom]
 
+        env.update(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
         for eqn in jaxpr.eqns:
             results = self.equation(eqn, [read(v) for v in eqn.invars])
             env.update(zip(eqn.outvars, results, strict=True))
@@ -163,17 +176,18 @@ class Recorder:
             return self._branch(eqn, operands)
         if name == "scan":
             return self._unrolled(eqn, operands)
+        if name == "select_n":
+            apart = self._slope_apart(eqn, operands)
+            if apart is not None:
+                return apart
         if name == "stack":
             return [self._stacked(operands, eqn, eqn.params["axis"])]
-        apart = arrays.as_product(eqn), operands
-        if name == "select_n":
-            apart = _slope_apart(operands)
-        if apart[0] is not None:
-            return self._applied(*apart, eqn)
-        if name in ("remat2", "checkpoint") and not self.unrolls and len(eqn.outvars) == 1:
-            for i, x in enumerate(operands):  # what is computed of one random array is one node
-                if isinstance(x, Node) and x.shape == eqn.outvars[0].aval.shape:
-                    return [self._loop(eqn, operands, i, None)]
+        by_patches = arrays.as_product(eqn)
+        if by_patches is not None:
+            return self._applied(by_patches, operands, eqn)
+        if name in ("remat2", "checkpoint") and not self.unrolls:
+            found = self._recomputed(eqn, operands)
+            return found or self._entered(eqn, eqn.params["jaxpr"], operands)
         for inner in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
             if inner in eqn.params:
                 return self._entered(eqn, eqn.params[inner], operands)
@@ -191,12 +205,13 @@ class Recorder:
 
     def _note_repeats(self, eqn: Any, operands: list[Value], array: Any) -> None:
         """Remember along which axes a certain array repeats itself, such as a padding mask."""
+        name, shape = eqn.primitive.name, np.shape(array)
         known = [
             {i for i, n in enumerate(np.shape(x)) if n == 1}
             | self.repeats.get(id(x), (x, set()))[1]
             for x in operands
         ]
-        name, axes = eqn.primitive.name, set(range(np.ndim(array)))
+        axes = set(range(len(shape)))
         if name == "broadcast_in_dim":
             placed = enumerate(eqn.params["broadcast_dimensions"])
             axes -= {place for i, place in placed if i not in known[0]}
@@ -217,22 +232,22 @@ class Recorder:
     def _entered(self, eqn: Any, jaxpr: Any, operands: list[Value]) -> list[Value]:
         before, self.calls = self.calls, self.source(eqn)
         try:
-            return self.run(jaxpr, operands)
+            return self.run(_opened(jaxpr), getattr(jaxpr, "consts", ()), operands)
         finally:
             self.calls = before
 
     def _weights(self, eqn: Any, operands: list[Value]) -> list[Value] | None:
         """The results as views or multiples of a single belief, or None."""
-        weight, *others = (x for x in operands if is_random(x))
-        if others or not isinstance(weight, Weight):
+        random = [x for x in operands if is_random(x)]
+        weight = random[0]
+        if len(random) > 1 or not isinstance(weight, Weight):
             return None
+        name = eqn.primitive.name
         seen = arrays.moved(eqn, weight.places, operands[1:]) if weight is operands[0] else None
-        embedding = eqn.primitive.name == "gather" and (
-            weight.ndim == 2 or any((p < 0).any() for p in seen or ())
-        )
-        if seen is not None and not embedding:
+        lookup = name == "gather" and (weight.ndim == 2 or any((p < 0).any() for p in seen or ()))
+        if seen is not None and not lookup:  # no embedding
             return [dataclasses.replace(weight, places=places) for places in seen]
-        changed = affine(eqn.primitive.name, operands)
+        changed = affine(name, operands)
         if changed is None:
             return None
         if changed is not weight:
@@ -242,17 +257,17 @@ class Recorder:
     def _nodes(self, eqn: Any, operands: list[Value]) -> list[Value]:
         if all(v.aval.size == 0 for v in eqn.outvars):  # no entries
             return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
-        source, name = self.source(eqn), eqn.primitive.name
-        alone = all(isinstance(x, Weight) for x in operands)
-        if name == "dot_general":
-            kept = independent(*operands) or not alone
-        else:  # without a node, or sharing weights, all are functions of one random array
-            beside = name in _WITH_WEIGHTS and any(isinstance(x, Node) for x in operands)
-            kept = name in ("gather", "concatenate") or (beside and independent(*operands))
-        if not kept:
-            operands = [self._belief(x, source) for x in operands]
-        elif name == "dot_general" and alone:
+        source = self.source(eqn)
+        name = eqn.primitive.name
+        beside = name in _WITH_WEIGHTS and any(isinstance(x, Node) for x in operands)
+        beside = beside and independent(*operands)  # else both are functions of one random array
+        dense = name == "dot_general" and (
+            independent(*operands) or not all(isinstance(x, Weight) for x in operands)
+        )
+        if dense and all(isinstance(x, Weight) for x in operands):
             operands = [self._belief(operands[0], source), operands[1]]
+        if not (beside or dense or name in ("gather", "concatenate")):
+            operands = [self._belief(x, source) for x in operands]
         operands = _split_gains(eqn, operands, source)
         return [
             Node(eqn.primitive, eqn.params, tuple(operands), v.aval.shape, v.aval.dtype, source, i)
@@ -264,12 +279,12 @@ class Recorder:
         if not isinstance(x, Weight):
             return x
         if id(x) not in self.beliefs:
-            primitive, params, operands = _BELIEF, {}, (x,)
+            node = Node(_BELIEF, {}, (x,), x.shape, x.dtype, source)
             if id(x) in self.formed:  # a function of the weight, so that it stays one weight
-                _, eqn, of = self.formed[id(x)]
-                primitive, params = eqn.primitive, eqn.params
-                operands = tuple(self._belief(y, source) for y in of)
-            self.beliefs[id(x)] = Node(primitive, params, operands, x.shape, x.dtype, source)
+                _, eqn, operands = self.formed[id(x)]
+                whole = tuple(self._belief(y, source) for y in operands)
+                node = Node(eqn.primitive, eqn.params, whole, x.shape, x.dtype, source)
+            self.beliefs[id(x)] = node
         return self.beliefs[id(x)]
 
     def _branch(self, eqn: Any, operands: list[Value]) -> list[Value]:
@@ -285,9 +300,10 @@ class Recorder:
     def _unrolled(self, eqn: Any, operands: list[Value]) -> list[Value]:
         p, body = eqn.params, eqn.params["jaxpr"]
         # Scanned inputs and stacked outputs have one axis more outside than in the body.
+        inner = _opened(body)
         over, carry = (
-            sum(v.aval.ndim == aval.ndim for v, aval in zip(outside, inside, strict=True))
-            for outside, inside in ((eqn.invars, body.in_avals), (eqn.outvars, body.out_avals))
+            sum(v.aval.ndim == w.aval.ndim for v, w in zip(outside, inside, strict=True))
+            for outside, inside in ((eqn.invars, inner.invars), (eqn.outvars, inner.outvars))
         )
         fixed = over - carry
         consts, state, over = operands[:fixed], operands[fixed:][:carry], operands[fixed + carry :]
@@ -315,21 +331,51 @@ class Recorder:
         ys = [[stacked[i][j] for i in steps] for j in range(len(eqn.outvars) - carry)]
         return [*state, *(self._stacked(rows, eqn) for rows in ys)]
 
+    def _slope_apart(self, eqn: Any, operands: list[Value]) -> list[Value] | None:
+        """PReLU's where(x > 0, x, a x) as where(x > 0, x, 0) + a where(x > 0, 0, x), else None."""
+        condition, *cases = operands
+        for i, case in enumerate(cases):
+            if not isinstance(condition, Node) or not isinstance(case, Node) or case.op != "mul":
+                continue
+            for x, slope in (case.operands, case.operands[::-1]):
+                known = isinstance(slope, Node) or arrays.uniform(slope) is not None
+                if not isinstance(x, Node) or known or x.shape != case.shape:
+                    continue
+
+                def fn(condition: Array, other: Array, x: Array, slope: Array, i: int = i) -> Array:
+                    zero = jnp.zeros_like(x)
+                    cases = ((x, zero), (zero, other)) if i == 0 else ((zero, x), (other, zero))
+                    of_x, rest = (jax.lax.select_n(condition, *case) for case in cases)
+                    return of_x * slope + rest
+
+                return self._applied(fn, [condition, cases[1 - i], x, slope], eqn)
+        return None
+
     def _looped(self, eqn: Any, consts: Any, state: list[Value], over: Any) -> Node | None:
         """All steps of a scan but the first as one loop, if that is possible.
 
-        The first shows in which layout, pool and form the others carry the only random array.
+        The first step is the graph's own: it shows the layout, the pool and the form of the structure in
+        which the others carry the only random array.
         """
         length = eqn.params["length"]
+        stacks = [x for x in over if isinstance(x, Weight)]
         simple = len(state) == 1 and isinstance(state[0], Node) and length > 2 and not self.unrolls
         known = not any(isinstance(x, Node) for x in over)
         known = known and not any(isinstance(x, Weight) for x in consts)
-        if not simple or not known or not all(x.is_stack for x in over if isinstance(x, Weight)):
+        if not simple or not known or not all(x.is_stack for x in stacks):
             return None
         later = [
             self._row(x, slice(1, length), eqn) if isinstance(x, Weight) else x[1:] for x in over
         ]
         return self._loop(eqn, [*consts, *state, *later], len(consts), length - 1)
+
+    def _recomputed(self, eqn: Any, operands: list[Value]) -> list[Value] | None:
+        """What `jax.checkpoint` computes of one random array, as one node."""
+        nodes = [i for i, x in enumerate(operands) if isinstance(x, Node)]
+        same = [i for i in nodes if operands[i].shape == eqn.outvars[0].aval.shape]
+        if len(eqn.outvars) != 1 or not same:
+            return None
+        return [self._loop(eqn, operands, same[0], None)]
 
     def _loop(self, eqn: Any, operands: list[Value], carry: int, length: int | None) -> Node:
         """A node for the body of a scan or, without a length, of a checkpoint.
@@ -337,7 +383,9 @@ class Recorder:
         It carries the operand of this index; those after it are the stacks of a scan.
         """
         out = eqn.outvars[0].aval
-        params = {"carry": carry, "length": length, "loop": eqn.params}
+        params = {"body": _opened(eqn.params["jaxpr"]), "carry": carry, "length": length}
+        params["options"] = eqn.params
+        params["consts"] = getattr(eqn.params["jaxpr"], "consts", ())
         return Node(LOOP, params, tuple(operands), out.shape, out.dtype, self.source(eqn))
 
     def _stacked(self, rows: list[Value], eqn: Any, axis: int = 0) -> Value:
@@ -360,7 +408,7 @@ class Recorder:
         # One belief for each row, however often the stack is scanned over.
         key = id(x), str(i)
         if key not in self.rows:
-            self.rows[key] = x, x.row(i)
+            self.rows[key] = x, x.row(i) if isinstance(i, int) else x.later(i.start)
         return self.rows[key][1]
 
 
@@ -370,38 +418,26 @@ def _identity(x: Value) -> Any:
     return (np.asarray(x).dtype.name, np.asarray(x).item()) if known else id(x)
 
 
-def _slope_apart(operands: list[Value]) -> tuple[Any, list[Value]]:
-    """PReLU's where(x > 0, x, a x) as where(x > 0, 0, x) a + where(x > 0, x, 0), or None."""
-    condition, *cases = operands
-    for i, case in enumerate(cases if isinstance(condition, Node) else ()):
-        if not isinstance(case, Node) or case.op != "mul":
-            continue
-        for x, slope in (case.operands, case.operands[::-1]):
-            known = isinstance(slope, Node) or arrays.uniform(slope) is not None
-            if not isinstance(x, Node) or known or x.shape != case.shape:
-                continue
-
-            def fn(condition: Array, other: Array, x: Array, slope: Array, i: int = i) -> Array:
-                zero = jnp.zeros_like(x)
-                cases = ((x, zero), (zero, other)) if i == 0 else ((zero, x), (other, zero))
-                of_x, rest = (jax.lax.select_n(condition, *case) for case in cases)
-                return of_x * slope + rest
-
-            return fn, [condition, cases[1 - i], x, slope]
-    return None, operands
+def _opened(jaxpr: Any) -> Any:
+    """The open jaxpr of an open or a closed one."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def _split_gains(eqn: Any, operands: list[Value], source: Any) -> list[Value]:
     """Rewrite a (c w) as (a c) w: Flax multiplies the gain w first, which hides the normalisation."""
-    pairs = (operands, operands[::-1]) if eqn.primitive.name == "mul" else ()
-    for a, b in pairs:
-        nodes = isinstance(a, Node) and isinstance(b, Node) and a.shape == eqn.outvars[0].aval.shape
-        if not nodes or b.op != "mul":
+    if eqn.primitive.name != "mul":
+        return operands
+    for a, b in (operands, operands[::-1]):
+        if not (isinstance(a, Node) and isinstance(b, Node) and b.op == "mul"):
+            continue
+        if a.shape != eqn.outvars[0].aval.shape:
             continue
         for c, gain in (b.operands, b.operands[::-1]):
-            known = isinstance(gain, Node) or arrays.uniform(gain) is not None
+            found = (
+                isinstance(c, Node) and not isinstance(gain, Node) and arrays.uniform(gain) is None
+            )
             # A gain in a as well makes a function of c w, such as silu.
-            if isinstance(c, Node) and not known and not overlap(a.weights, weights_in(gain)):
+            if found and not overlap(a.weights, weights_in(gain)):
                 inner = Node(eqn.primitive, eqn.params, (a, c), a.shape, a.dtype, source)
                 return [inner, gain]
     return operands

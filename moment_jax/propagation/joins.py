@@ -18,7 +18,7 @@ from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.expectations import ElementwiseMoments
 from moment_jax.propagation import arrays
 from moment_jax.propagation.arrays import Base, Moments, Places, Sequence
-from moment_jax.propagation.errors import no_rule, refuse, where
+from moment_jax.propagation.errors import refuse, register, shapes, where
 from moment_jax.propagation.graph import Node, is_random, weights_in
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.regions import weights_of
@@ -78,8 +78,8 @@ def _between(propagator: Propagator, node: Node, u: Base, v: Base) -> Any:
         return None
     if (u, v) not in propagator.crosses:
         if v.parents is None:
-            raise _shared(node, v, "no rule tells how it depends on what came before")
-        if overlap(_own(propagator, v), mine):
+            raise _shared(node, v, "no rule tells how it depends on what came before", "")
+        if overlap(_own(v), mine):
             batch = "One call on both inputs, as a batch jnp.stack([a, b]), uses them once. "
             raise _shared(node, v, "both use the same weights", batch)
         total = None
@@ -90,14 +90,14 @@ def _between(propagator: Propagator, node: Node, u: Base, v: Base) -> Any:
     return propagator.crosses[u, v]
 
 
-def _own(propagator: Propagator, v: Base) -> list[Any]:
+def _own(v: Base) -> list[Any]:
     """The weights between an array and its parents."""
     if not isinstance(v.node, Node):
         return [v.node]
-    found, parents = propagator.found, {x.base for x, _ in v.parents or ()}
+    parents = {x.base for x, _ in v.parents or ()}
 
     def before(node: Node) -> list[Node]:
-        return [n for n in node.origins if n not in found or found[n].base not in parents]
+        return [n for n in node.origins if n.moments is None or n.moments.base not in parents]
 
     return weights_of(v.node, {base.node for base in parents}, before)
 
@@ -106,24 +106,28 @@ def _arranged(node: Node, cross: Any, x: Sequence) -> Any:
     """Cov[u, x], given that of u and the base of x; None is zero."""
     found = None if cross is None else x.arranged(cross)
     if cross is not None and found is None:
-        raise no_rule(
-            node,
+        raise refuse(
             f"`{node.op}` of two arrays with a random array in common, of which one was rearranged "
             f"so that its tokens and features {tuple(x.base.mean.shape)} are mixed",
-            fix="Use structure=mj.Full. ",
+            node.source,
+            f"Use structure=mj.Full. {register(node)}",
         )
     return found
 
 
-def _shared(node: Node, v: Base, why: str, fix: str = "") -> Exception:
+def _shared(node: Node, v: Base, why: str, fix: str) -> Exception:
     place = f" (one from {where(v.node.source)}: {why})" if isinstance(v.node, Node) else ""
-    return no_rule(node, why=f", which have a random array in common{place}", fix=fix)
+    return refuse(
+        f"`{node.op}` of random {shapes(node.operands)}, which have a random array in common{place}",
+        node.source,
+        f"No rule or pattern covers it. {fix}{register(node)}",
+    )
 
 
 def _aligned(propagator: Propagator, node: Node, *operands: Any) -> list[Sequence]:
     """Operands as sequences of one shape, with the axes of the largest."""
     found = [propagator.moments(x).broadcast(node.shape) for x in operands]
-    axes = max(found, key=lambda m: m.base.mean.size).natural()
+    axes = max(found, key=lambda m: m.mean.size).natural()
     return [m.sequence(*axes) for m in found]
 
 
@@ -133,19 +137,20 @@ def _product(propagator: Propagator, node: Node) -> Moments | None:
     if not all(map(is_random, node.operands)):
         return None
     a, b = _aligned(propagator, node, *node.operands)
-    p, of_p = b.mean, b.cov
-    slope: Any = 1
-    kind, assumed = "product", ""
+    cross = covariance(propagator, node, a, b)
+    p, of_p, slope = b.mean, b.cov, jnp.ones_like(b.mean)
     if node.op == "div":
         moments = _reciprocal(b.mean, b.cov.variance())
         p, of_p, slope = moments.mean, b.cov.elementwise(moments), moments.gain
-        kind, assumed = "quotient", ", the divisor of one sign"
-    cross = _times(1, slope, covariance(propagator, node, a, b))
-    mean = a.mean * p if cross is None else a.mean * p + cross.own()
-    cov = a.cov.rescale(p).add_branch(of_p.rescale(a.mean), _times(p, a.mean, cross))
+    mean, to_first = a.mean * p, cross
+    if cross is not None:
+        cross = cross.rescale(slope) if node.op == "div" else cross
+        mean, to_first = mean + cross.own(), _times(p, a.mean, cross)
+    cov = a.cov.rescale(p).add_branch(of_p.rescale(a.mean), to_first)
     cov = cov.add(a.cov.hadamard(of_p, cross))
-    shared = "factors independent" if cross is None else "factors jointly Gaussian"
-    propagator.note(node, kind, shared + assumed)
+    assumed = "factors independent" if cross is None else "factors jointly Gaussian"
+    assumed += ", the divisor of one sign" if node.op == "div" else ""
+    propagator.note(node, "product" if node.op == "mul" else "quotient", assumed)
     parents = (a, partial(_times, 1, p)), (b, partial(_times, 1, a.mean * slope))
     return arrays.made(mean, cov, arrays.ordered(node.shape, *a.axes), *parents)
 
@@ -216,7 +221,8 @@ def _belief(propagator: Propagator, node: Node) -> Moments:
 def _total(propagator: Propagator, node: Node) -> Moments | None:
     """The sum over tokens, or over features."""
     m = propagator.moments(node.operands[0])
-    x, axes = m.sequence(), node.params["axes"]
+    x = m.sequence()
+    axes = node.params["axes"]
     over = next((g for g in x.axes if all(i in g or m.shape[i] == 1 for i in axes)), None)
     if over is None:
         return None
@@ -224,7 +230,7 @@ def _total(propagator: Propagator, node: Node) -> Moments | None:
     entry = arrays.numbered([1 if i in axes else m.shape[i] for i in over])
     entry = np.broadcast_to(entry, [m.shape[i] for i in over])
     choose = jax.nn.one_hot(entry.ravel(), entry.max() + 1, dtype=x.mean.dtype)  # (old, new)
-    by_token = over is x.axes[0]
+    by_token = over is x.tokens
 
     def summed(of: Any) -> Any:
         return of.map_tokens(choose.T) if by_token else of.map_features(choose)
@@ -251,33 +257,35 @@ def _assembled(propagator: Propagator, node: Node) -> Moments | None:
         return None
     moments = [propagator.moments(x) for x in parts]
     # Number the entries of all parts, to see where they go.
-    ends = np.cumsum([m.size for m in moments])
+    ends = np.cumsum([m.places.size for m in moments])
     ids = [
-        arrays.numbered(m.shape).astype(np.int32) + (end - m.size)
+        arrays.numbered(m.shape).astype(np.int32) + (end - m.places.size)
         for m, end in zip(moments, ends, strict=True)
     ]
     shown = np.asarray(arrays.evaluate(node.primitive, [*before, *ids, *after], node.params)[0])
+
     # Where each entry is in its array; parts of one array are one part.
-    mean: Any = jnp.zeros((), moments[0].base.mean.dtype)  # of the certain parts
+    mean: Any = jnp.zeros((), moments[0].mean.dtype)
     whole: dict[Base, Places] = {}
-    largest: Any = None
     for x, m, end in zip(parts, moments, ends, strict=True):
-        own = (shown >= end - m.size) & (shown < end)
+        if m.places.size == 0:
+            continue
+        own = (shown >= end - m.places.size) & (shown < end)
         places = np.append(m.places, -1)[np.where(own, shown - end - 1, -1)]
-        if m.size and not is_random(x):
-            mean = mean + arrays.take(m.base.mean, places)
-        elif m.size:
+        if is_random(x):
             whole[m.base] = np.maximum(places, whole.get(m.base, -1))
-            largest = m if largest is None or m.size > largest.size else largest
+        else:
+            mean = mean + arrays.take(m.mean, places)
     found = [Moments(base, places) for base, places in whole.items()]
     if len(found) == 1 and mean.ndim == 0 and (found[0].places >= 0).all():
         return found[0]
-    tokens, features = (largest or moments[0]).natural()
+    random = (m for x, m in zip(parts, moments, strict=True) if is_random(x))
+    tokens, features = max(random, key=lambda m: m.places.size).natural()
     left = [i for i, n in enumerate(node.shape) if n > 1 and i not in (*tokens, *features)]
     features = features or tuple(left)
     tokens = tuple(sorted({*tokens, *left} - {*features}))
     total, _ = combined(propagator, node, [m.sequence(tokens, features) for m in found])
-    if mean.ndim:
+    if mean.ndim:  # of the certain parts
         total.mean = total.mean + arrays.as_rows(mean, tokens, features)
     propagator.note(node, node.op)
     return Moments(total, arrays.ordered(node.shape, tokens, features))

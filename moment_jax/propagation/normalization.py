@@ -1,6 +1,8 @@
 """Normalisations over features, softmax, its logarithm and logsumexp, recognised by their values."""
 
+import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -40,21 +42,21 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
     if isinstance(kind, Normalization):
         return _normalized(propagator, node, m, axes, kind)
     x = m.sequence(rest, axes)
-    if isinstance(kind, np.ndarray):
-        kernel = jnp.asarray(kind, x.mean.dtype)
-        propagator.note(node, "linear map of the features")
-        mean, cov = x.mean @ kernel, x.cov.map_features(kernel)
-        return x.changed(mean, cov, node.shape, lambda cross: cross.map_features(kernel))
-    propagator.note(node, kind, "its input Gaussian")
-    if kind == "log_softmax":
-        return _log_softmax(x, node)
-    if kind == "softmax":
-        mean, cov = softmax(x.mean, x.cov)
-        slope = mean[:, :, None] * (jnp.eye(mean.shape[1])[None] - mean[:, None, :])
-        return x.changed(mean, cov, node.shape, lambda cross: cross.map_each(slope))
-    mean, cov, slope = logsumexp(x.mean, x.cov, centred=False)
-    parent = x, lambda cross: cross.map_each(slope)
-    return arrays.made(mean, cov, arrays.numbered(node.shape), parent)
+    if isinstance(kind, str):
+        propagator.note(node, kind, "its input Gaussian")
+        if kind == "softmax":
+            mean, cov = softmax(x.mean, x.cov)
+            slope = mean[:, :, None] * (jnp.eye(mean.shape[1])[None] - mean[:, None, :])
+            return x.changed(mean, cov, node.shape, lambda cross: cross.map_each(slope))
+        if kind == "log_softmax":
+            return _log_softmax(x, node)
+        total, total_cov, _, _, weights = logsumexp(x.mean, x.cov)
+        parent = x, lambda cross: cross.map_each(weights[:, :, None])
+        return arrays.made(total, total_cov, arrays.numbered(node.shape), parent)
+    kernel = jnp.asarray(kind, x.mean.dtype)
+    propagator.note(node, "linear map of the features")
+    mean, cov = x.mean @ kernel, x.cov.map_features(kernel)
+    return x.changed(mean, cov, node.shape, lambda cross: cross.map_features(kernel))
 
 
 def _found(node: Node) -> tuple[Node, Axes, Axes, Any] | None:
@@ -62,7 +64,7 @@ def _found(node: Node) -> tuple[Node, Axes, Axes, Any] | None:
     found: Any = None
     for source, axes in _reduced_sources(node):
         rest = tuple(i for i in range(source.ndim) if i not in axes)
-        rows = arrays.as_rows(arrays.numbered(source.shape), rest, axes)
+        rows = arrays.as_rows(np.arange(source.size).reshape(source.shape), rest, axes)
 
         def fn(x: np.ndarray, source: Node = source, rows: np.ndarray = rows) -> np.ndarray:
             flat = np.empty(x.size)
@@ -70,13 +72,7 @@ def _found(node: Node) -> tuple[Node, Axes, Axes, Any] | None:
             y = regions.probe(node, source, flat).ravel()
             return y[rows] if y.size == x.size else y
 
-        def consists(operations: set[str], source: Node = source) -> bool:
-            return regions.misfit(node, source, operations) is None
-
-        key = regions.signature(node, source), source.shape, axes
-        if key not in _KINDS:
-            _KINDS[key] = recognised_rows(fn, rows.shape, source.dtype, consists)
-        kind = _KINDS[key]
+        kind = recognised_rows(fn, rows.shape, source.dtype, partial(_consists, node, source))
         if kind is None and found is None:
             continue  # such as the exponentials inside a softmax
         if kind is None or (found is not None and isinstance(kind, np.ndarray)):
@@ -85,19 +81,21 @@ def _found(node: Node) -> tuple[Node, Axes, Axes, Any] | None:
     return found
 
 
-_KINDS: dict[Any, Any] = {}  # of functions by rows: networks repeat them
+def _consists(node: Node, source: Node, operations: set[str]) -> bool:
+    return regions.misfit(node, source, operations) is None
 
 
 def _log_softmax(x: Sequence, node: Node) -> Moments:
-    mean, cov, slope = logsumexp(x.mean, x.cov, centred=True)
-    return x.changed(mean, cov, node.shape, lambda cross: cross.map_each(slope))
+    _, _, mean, cov, weights = logsumexp(x.mean, x.cov)
+    centred = jnp.eye(mean.shape[1])[None] - weights[:, :, None]
+    return x.changed(mean, cov, node.shape, lambda cross: cross.map_each(centred))
 
 
 def log_probabilities(propagator: Propagator, node: Node) -> Moments | None:
     """Moments of the logarithm of what is a softmax, or a view of one; else None."""
 
     def of_softmax(n: Node) -> Moments | None:
-        found = _found(n)
+        found = None if arrays.is_view(n) else _found(n)
         if found is None or found[-1] != "softmax":
             return None
         return _log_softmax(propagator.moments(found[0]).sequence(*found[1:3]), n)
@@ -114,28 +112,35 @@ def _normalized(
     long = {i for i in axes if m.shape[i] > 1}
     if not long <= set(features):
         return None
-    within = [i for i in features if i not in long]  # such as heads
-    entries = arrays.ordered(m.shape, tokens, features)  # of the result, (T, D)
+    within = tuple(i for i in features if i not in long)  # such as heads
+    groups = [m.shape[i] for i in within]
+    whole = m.sequence(tokens, features)
+    entries = np.arange(m.places.size).reshape(*(m.shape[i] for i in (*tokens, *features)))
+    t, width = whole.mean.shape
+    # Places in the sequence, group by group: (G, T, K).
+    entries = np.moveaxis(
+        entries.reshape(t, *(m.shape[i] for i in features)),
+        [1 + features.index(i) for i in within],
+        range(len(within)),
+    ).reshape(math.prod(groups), t, -1)
     placed = []
-    for group in np.ndindex(*(m.shape[i] for i in within)):
-        where = [slice(None)] * m.ndim
-        for i, k in zip(within, group, strict=True):
-            where[i] = slice(k, k + 1)
-        part = Moments(m.base, m.places[tuple(where)])
-        x = part.sequence(tokens, features)
-        gain = Point(jnp.full(x.mean.shape[1], kind.factor, x.mean.dtype))
-        params = NormParams(None if kind.factor == 1 else gain)
+    for places in entries:
+        x = whole.base.at(whole.order.ravel()[places])
+        factor = Point(jnp.full(x.mean.shape[1], kind.factor, x.mean.dtype))
+        params = NormParams(None if kind.factor == 1 else factor)
         mean, cov, carry = norm_with_carry(
             x.mean, x.cov, params, kind.epsilon, 2, centres=kind.centres
         )
-        own = x.changed(mean, cov, part.shape, carry)
-        propagator.pooled(own).base.node = node
-        order = np.full(entries.size, -1)
-        order[entries[tuple(where)].ravel()] = own.places.ravel()
-        placed.append(own.base.at(order.reshape(len(mean), -1)))
+        own = propagator.pooled(arrays.made(mean, cov, np.arange(mean.size), (x, carry))).base
+        own.node = node
+        order = np.full(t * width, -1)
+        order[places.ravel()] = np.arange(places.size)
+        placed.append(own.at(order.reshape(t, width)))
     propagator.note(node, "layer_norm" if kind.centres else "rms_norm", "its input Gaussian")
-    base = placed[0].base if len(placed) == 1 else combined(propagator, node, placed)[0]
-    return Moments(base, entries.reshape(node.shape))
+    places = arrays.ordered(m.shape, tokens, features).reshape(node.shape)
+    if len(placed) == 1:
+        return Moments(placed[0].base, places)
+    return Moments(combined(propagator, node, placed)[0], places)
 
 
 def _reduced_sources(node: Node) -> Iterator[tuple[Node, Axes]]:
@@ -176,6 +181,10 @@ def recognised_rows(
     precision = jnp.finfo(dtype)
     close = float(np.clip(1e3 * precision.eps, 1e-5, 0.05))
     far = 1e3 if float(precision.max) > 1e9 else 10.0
+
+    def average(x: np.ndarray) -> np.ndarray:
+        return x.mean(-1, keepdims=True)
+
     # Different rows at once, of many sizes; a quarter have an offset, and two are of one sign.
     sizes = np.repeat(np.geomspace(1 / far, far, 7), 4)
     sizes = np.resize(sizes, -(-len(sizes) // shape[0]) * shape[0])
@@ -203,14 +212,14 @@ def recognised_rows(
     if consists(regions.SOFTMAX):
         highest = x.max(1, keepdims=True)
         total = highest + np.log(np.exp(x - highest).sum(1, keepdims=True))
+        log = {"log_softmax": x - total, "logsumexp": total}
         if like(np.exp(x - total), 1):
             return "softmax"
-        log = {"log_softmax": x - total, "logsumexp": total}
         return next((name for name, z in log.items() if like(z, 1 + size)), None)
-    for centres in (True, False) if y.shape == x.shape else ():
-        inner = x - x.mean(-1, keepdims=True) if centres else x
-        power = (inner**2).mean(-1, keepdims=True)
-        if not power.all():
+    for centres in (True, False):
+        inner = x - average(x) if centres else x
+        power = average(inner**2)
+        if y.shape != x.shape or not power.all():
             continue
         z = (inner / np.sqrt(power))[: shape[0]]
         factor, least = (float((fn(size * z) * z).mean()) for size in (far, 1 / far))
@@ -252,20 +261,19 @@ def _of_row(mean: Array, cov: Array) -> tuple[Array, Array, Array]:
     return jax.nn.logsumexp(mean) + trace / 2, whole.mean, rest
 
 
-def logsumexp(mean: Array, cov: Any, *, centred: bool) -> tuple[Array, Any, Array]:
-    """Moments of logsumexp over the last axis of (T, C), or if centred of x less it, the log-softmax.
+def logsumexp(mean: Array, cov: Any) -> tuple[Array, Any, Array, Any, Array]:
+    """Moments of logsumexp, (T, 1), and of the log-softmax, (T, C), over the last axis of (T, C).
 
-    And their expected derivatives, (T, C, 1) or (T, C, C). Assumes that x is Gaussian. Between tokens,
-    what is not linear in x correlates as the tokens squared.
+    And E[softmax], (T, C), which is the expected derivative of the first.
+
+    Assumes that x is Gaussian. Between tokens, what is not linear in x correlates as the tokens squared.
     """
     total, weights, rest = jax.vmap(_of_row)(mean, cov.token_blocks())
     root = safe_sqrt(jnp.maximum(rest, 0))
     bent = root[:, None] * correlation_of(cov.token_gram()) ** 2 * root[None]
     rest = type(cov).project(bent[:, None, :, None])
-    slope = weights[:, :, None]
-    if not centred:
-        return total[:, None], cov.map_each(slope).add(rest), slope
+    own = cov.map_each(weights[:, :, None]).add(rest)
     c = mean.shape[1]
-    slope = jnp.eye(c, dtype=mean.dtype)[None] - slope
-    own = cov.map_each(slope).add(rest.map_features(jnp.ones((1, c), mean.dtype)))
-    return mean - total[:, None], own, slope
+    centred = cov.map_each(jnp.eye(c, dtype=mean.dtype)[None] - weights[:, :, None])
+    centred = centred.add(rest.map_features(jnp.ones((1, c), mean.dtype)))
+    return total[:, None], own, mean - total[:, None], centred, weights

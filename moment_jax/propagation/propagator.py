@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance import STRUCTURES, Covariance, Separable
+from moment_jax.covariance import STRUCTURES, Covariance, Diagonal, Separable
 from moment_jax.covariance.token_gram import pool_read
 from moment_jax.posterior import Factorized, Posterior
 from moment_jax.propagation import arrays, errors, graph
 from moment_jax.propagation.arrays import Axes, Base, Moments
-from moment_jax.propagation.errors import PropagationError, Step
+from moment_jax.propagation.errors import PropagationError, Step, shapes
 from moment_jax.propagation.graph import Node, Recorder, Value
 from moment_jax.propagation.regions import Receipt, reads, weights_of
 from moment_jax.propagation.weights import Weight
@@ -38,12 +38,12 @@ class Propagator:
     pool: Array | None = None  # pool sequences as long as this over its tokens, see `Pooled`
     reading: bool = False  # whether that pool is what the output reads
     output: Value = None  # of the function
+    steps: dict[Node, Step] = dataclasses.field(default_factory=dict)
+    known: dict[Any, tuple[Any, Moments]] = dataclasses.field(default_factory=dict)  # if certain
+    looks_ahead: bool = False  # whether all it is for is to find the pool
     unrolls: bool = False  # whether loops are unrolled, for a receipt
     repeats: graph.Repeats = dataclasses.field(default_factory=dict)  # of certain arrays
     longest: int = 1  # tokens of the longest sequence
-    steps: dict[Node, Step] = dataclasses.field(default_factory=dict)
-    found: dict[Node, Moments] = dataclasses.field(default_factory=dict)
-    known: dict[Any, tuple[Any, Moments]] = dataclasses.field(default_factory=dict)  # if certain
     bases: dict[Any, Base] = dataclasses.field(default_factory=dict)  # of weights
     crosses: dict[tuple[Base, Base], Any] = dataclasses.field(default_factory=dict)
 
@@ -58,8 +58,14 @@ class Propagator:
                 if self.unrolls:
                     raise
                 self.unrolls = True  # what a loop cannot carry, its operations one by one may
-            for kept in (self.steps, self.found, self.known, self.bases):
-                kept.clear()
+            self.steps.clear()
+            self.known.clear()
+            self.bases.clear()
+
+    @property
+    def awaits_pool(self) -> bool:
+        """Whether the first attention is to say what is pooled."""
+        return self.pool is None and (self.looks_ahead or self.structure.pools)
 
     @functools.cached_property
     def reads(self) -> np.ndarray | None:
@@ -69,7 +75,7 @@ class Propagator:
     def pool_read(self, t: int, mask: Array | None) -> Array | None:
         """The pool of sequences of T tokens for what the output reads of them; None if that is even.
 
-        Under a mask also if the output has several tokens, which may not look at each other.
+        And None under a mask if the output has several tokens, which may not look at each other.
         """
         several = math.prod(self.output.shape[:-1]) > 1
         if (several and mask is not None) or self.reads is None:
@@ -92,9 +98,9 @@ class Propagator:
             return Moments(self.bases[key], value.places)
         if not isinstance(value, Node):
             return self.certain(value, arrays.by_last_axis(np.ndim(value))[1])
-        if value not in self.found:
-            self.found[value] = self._resolved(value)
-        return self.found[value]
+        if value.moments is None:
+            value.moments = self._resolved(value)
+        return value.moments
 
     def certain(self, array: Any, features: Axes) -> Moments:
         """Moments of a certain array, as a sequence with these feature axes."""
@@ -110,7 +116,7 @@ class Propagator:
 
     def pooled(self, found: Moments) -> Moments:
         """The same moments, pooled over the mask's tokens if the sequence has the mask's length."""
-        cov: Any = found.base.cov
+        cov: Any = found.cov
         fits = self.pool is not None and cov.shape[:1] == self.pool.shape
         if fits and cov.pool is not self.pool:
             found.base.cov = cov.pooled(self.pool)
@@ -126,14 +132,19 @@ class Propagator:
         for rule in (*_REGISTERED[node.op], *PATTERNS, *RULES[node.op]):
             found = rule(self, node)
             if found is not None:
-                self.longest = max(self.longest, found.base.cov.shape[0])
+                self.longest = max(self.longest, found.cov.shape[0])
                 if found.base.node is None:  # not a view of what was known
                     found.base.node = node
-                    found.base.cov = found.base.cov.at_landmarks(self.landmarks)
+                    found.base.cov = found.cov.at_landmarks(self.landmarks)
                     self.pooled(found)
                 return found
-        apart = graph.independent(*node.operands)
-        raise errors.no_rule(node, why="" if apart else ", which have a random array in common")
+        shared = (
+            "" if graph.independent(*node.operands) else ", which have a random array in common"
+        )
+        what = f"`{node.op}` of random {shapes(node.operands)}{shared}"
+        raise errors.refuse(
+            what, node.source, f"No rule or pattern covers it. {errors.register(node)}"
+        )
 
 
 class Pooled(Exception):  # noqa: N818 (control flow, not an error)
@@ -218,9 +229,12 @@ def propagate(
 
     `fn(params, x)` is any JAX function. It is traced, and its operations are applied to moments: linear
     ones as exactly as the structure allows; elementwise functions in closed form or by quadrature.
-    Normalisation, attention and residual sums are recognised by what they compute, whichever module
-    wrote them. Arrays that meet, as in residual sums and gates, have the covariance through everything
-    that they share, linearised: exact to first order in `mj.Full`, and as far as others can hold it.
+    Layer and RMS normalisation, attention and residual sums are recognised by what they compute,
+    whichever module wrote them, and use the library's transforms.
+
+    Where two arrays meet that depend on one another, as in residual sums, gates and concatenations,
+    their covariance is that through everything that they share, linearised: exact to first order in
+    `mj.Full`, and as far as the other structures can hold it.
 
     No rule have: convolutions but those of patches (kernel = stride), maxima and comparisons of two
     random entries or more, cumulative sums, sorting, scattered entries, random conditions and indices,
@@ -230,10 +244,11 @@ def propagate(
     all, and so do certain weights.
 
     Assumes that weight arrays are independent of each other and of random inputs, and a single input:
-    for a batch, use jax.vmap (axes of size one are fine); examples that come in as one array share their
-    weights' noise. A decoder's memory is independent of what attends to it; the receipt says so.
-    This is the right predictive distribution for variational posteriors; a Laplace approximation
-    describes the linearised network, so use `linearised` there.
+    for a batch, use jax.vmap (axes of size one are fine); the examples of a batch that come in as one
+    array share their weights' noise. A decoder's memory is taken as independent of
+    what attends to it, as in `mj.decoder_block`; the receipt says so. This is the right predictive
+    distribution for variational posteriors; a Laplace approximation describes the linearised network, so
+    use `linearised` there.
 
     Args:
       fn: `fn(params, *inputs)`, returning one array.
@@ -241,8 +256,8 @@ def propagate(
         square of the array's.
       landmarks: tokens at which `Separable` keeps the covariance of a long sequence, see
         `Separable.zeros`; with a causal mask, all of them.
-      receipt: also return the list of operations, each with its rule and assumption, which
-        `mj.reference.closure_report` takes; outside of jax.jit.
+      receipt: also return the list of operations, each with its rule and assumption; outside of jax.jit.
+        `mj.reference.closure_report` takes this list.
 
     Returns:
       A function of `params`, a pytree with a `Posterior` for each random array and arrays elsewhere,
@@ -307,15 +322,17 @@ def _run(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[Arr
             return Weight.of(x)
         return _random(propagator, *x) if is_random_input(x) else jnp.asarray(x)
 
-    @functools.cache
-    def recorded(unrolls: bool) -> Value:
-        recorder = Recorder(propagator.repeats, unrolls=unrolls)
-        return recorder.run(traced, [argument(x) for x in leaves])[0]
+    def record(propagator: Propagator) -> None:
+        arguments = [argument(x) for x in leaves]
+        recorder = Recorder(propagator.repeats, unrolls=propagator.unrolls)
+        (propagator.output,) = recorder.run(traced.jaxpr, traced.consts, arguments)
 
     def one_pass(propagator: Propagator) -> Moments:
-        propagator.output = recorded(propagator.unrolls)
+        record(propagator)
         return propagator.moments(propagator.output)
 
+    if propagator.awaits_pool and not any(map(is_random_input, leaves)):
+        _look_ahead(propagator, record)
     m = propagator.run(one_pass)
     if propagator.landmarks is not None and propagator.landmarks > propagator.longest:
         raise ValueError(
@@ -324,6 +341,19 @@ def _run(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[Arr
         )
     found = m.sequence(*arrays.by_last_axis(m.ndim))
     return found.mean, found.cov
+
+
+def _look_ahead(propagator: Propagator, record: Callable[[Propagator], None]) -> None:
+    """Find the pool by a pass in `Diagonal`, which takes a small part of a restarted one's time."""
+    ahead = Propagator(Diagonal, looks_ahead=True, repeats=propagator.repeats)
+    try:
+        record(ahead)
+        if ahead.reads is not None:
+            ahead.moments(ahead.output)
+    except Pooled as found:
+        propagator.pool, propagator.reading = found.args
+    except PropagationError:  # the pass itself tells
+        pass
 
 
 def _random(propagator: Propagator, mean: Any, cov: Any) -> Node:
@@ -337,16 +367,11 @@ def _random(propagator: Propagator, mean: Any, cov: Any) -> Node:
             f"{tuple(cov.shape)}."
         )
     own = Weight.of(Factorized(rows, jnp.zeros_like(rows)))
-    moments = arrays.made(rows, cov, arrays.ordered(np.shape(mean), *axes))
+    moments = propagator.pooled(arrays.made(rows, cov, arrays.ordered(np.shape(mean), *axes)))
     return graph.given(moments, rows.dtype, [own])
 
 
-@rule("given")
-def _given(propagator: Propagator, node: Node) -> Moments:
-    return propagator.pooled(node.params["moments"])
-
-
-_SHARED = "landmarks", "pool", "reading", "output", "repeats"
+_SHARED = "landmarks", "pool", "reading", "looks_ahead", "output"
 
 
 @rule("loop")
@@ -367,6 +392,7 @@ def _loop(propagator: Propagator, node: Node) -> Moments:
     def body(mean: Array, cov: Any, rows: dict[int, Any]) -> tuple[Array, Any]:
         shared = {name: getattr(propagator, name) for name in _SHARED}
         inner = Propagator(propagator.structure, **shared)
+        inner.repeats.update(propagator.repeats)
 
         def argument(i: int, value: Any) -> Any:
             if i == carry:
@@ -376,7 +402,7 @@ def _loop(propagator: Propagator, node: Node) -> Moments:
                 return graph.given(found, start.dtype, own, start.weights - own)
             if isinstance(value, Node):
                 known = propagator.moments(value)
-                known = Moments(Base(known.base.mean, known.base.cov, ()), known.places)
+                known = Moments(Base(known.mean, known.cov, ()), known.places)
                 return graph.given(known, value.dtype, value.weights)
             if i not in rows:
                 return value
@@ -385,7 +411,7 @@ def _loop(propagator: Propagator, node: Node) -> Moments:
             return dataclasses.replace(Weight.of(rows[i]), root=value.origin, rows=value.rows)
 
         arguments = [argument(i, value) for i, value in enumerate(operands)]
-        (out,) = Recorder(inner.repeats).run(p["loop"]["jaxpr"], arguments)
+        (out,) = Recorder(inner.repeats).run(p["body"], p["consts"], arguments)
         y = inner.moments(out).sequence(*axes)
         form: Any = jax.tree.structure(cov)
         if jax.tree.structure(y.cov) != form:
@@ -399,9 +425,9 @@ def _loop(propagator: Propagator, node: Node) -> Moments:
         def step(at: tuple[Array, Any], rows: dict[int, Any]) -> tuple[Any, None]:
             return body(*at, rows), None
 
-        (mean, cov), _ = jax.lax.scan(step, at, rows, length, unroll=p["loop"]["unroll"])
+        (mean, cov), _ = jax.lax.scan(step, at, rows, length, unroll=p["options"]["unroll"])
     else:
-        options = {name: p["loop"][name] for name in ("policy", "prevent_cse")}
+        options = {name: p["options"][name] for name in ("policy", "prevent_cse")}
         try:
             mean, cov = jax.checkpoint(body, **options)(*at, {})
         except Pooled:  # with an array of the checkpoint's own: say it again outside

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ ELEMENTWISE = {
     "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq", "erf", "erf_inv",
     "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le",
     "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow",
-    "reduce_precision", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt",
+    "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt",
     "square", "stop_gradient", "sub", "tan", "tanh",
 }
 # fmt: on
@@ -35,7 +36,7 @@ BY_ROW = ELEMENTWISE | REDUCTIONS | arrays.VIEWS
 RATIONAL = arrays.VIEWS | {"add", "add_any", "div", "integer_pow", "mul", "neg", "square", "sub"}
 BENDING = {
     "abs", "and", "ceil", "clamp", "eq", "floor", "ge", "gt", "is_finite", "le", "lt", "max", "min",
-    "ne", "not", "or", "round", "select_n", "sign",
+    "ne", "not", "or", "rem", "round", "select_n", "sign",
 }  # fmt: skip
 GELU = RATIONAL | {"erf", "erfc"}
 LINEAR = RATIONAL | {"reduce_sum"}
@@ -48,38 +49,48 @@ def weights_of(
     root: Node, starts: Iterable[Any], operands: Callable[[Node], list[Node]] = lambda n: n.origins
 ) -> list[Weight]:
     """The weights that an array depends on other than through `starts`, or a decoder's memory."""
-    weights = (x for n in between(root, starts, operands) for x in n.operands)
-    found = (x for x in weights if isinstance(x, Weight) and not isinstance(x.posterior, Point))
-    return list(dict.fromkeys(found))
+    nodes = sorted(between(root, starts, operands), key=lambda n: n.index)
+    weights = (x for n in nodes for x in n.operands if isinstance(x, Weight))
+    return list(dict.fromkeys(x for x in weights if not isinstance(x.posterior, Point)))
 
 
 def between(
     root: Node, starts: Iterable[Any], operands: Callable[[Node], list[Node]] = lambda n: n.nodes
-) -> list[Node]:
-    """The nodes that an array depends on, in order, down to but without `starts`."""
-    seen, stack, ends = set(), [root], set(starts)
+) -> set[Node]:
+    """The nodes that an array depends on, down to but without `starts`."""
+    seen: set[Node] = set()
+    stack, ends = [root], set(starts)
     while stack:
         node = stack.pop()
-        if node not in ends and node not in seen:
-            seen.add(node)
-            stack.extend(operands(node))
-    return sorted(seen, key=lambda n: n.index)
+        if node in ends or node in seen:
+            continue
+        seen.add(node)
+        stack.extend(operands(node))
+    return seen
 
 
-def sources(node: Node, expandable: Callable[[Node], bool]) -> Iterator[Node]:
-    """Arrays of which `node` is a function, without weights, of expandable nodes; nearest first.
-
-    Through each of them every random path to the node passes.
-    """
-    frontier = {node}
+def dominators(
+    roots: Iterable[Node], expandable: Callable[[Node], bool] = lambda n: True
+) -> Iterator[Node]:
+    """Nodes through which every random path to the roots passes, nearest first."""
+    frontier = set(roots)
     while frontier:
+        if len(frontier) == 1:
+            yield next(iter(frontier))
         last = max(frontier, key=lambda n: n.index)
-        if len(frontier) == 1 and last is not node:
-            yield last
-        if any(isinstance(x, Weight) for x in last.operands) or not expandable(last):
+        if not expandable(last):
             return
         frontier.remove(last)
         frontier.update(last.origins)
+
+
+def sources(node: Node, expandable: Callable[[Node], bool]) -> Iterator[Node]:
+    """Arrays of which `node` is a function, without weights, of expandable nodes; nearest first."""
+
+    def certain(n: Node) -> bool:
+        return not any(isinstance(x, Weight) for x in n.operands) and expandable(n)
+
+    return itertools.islice(dominators([node], certain), 1, None)
 
 
 def reads(output: Node) -> np.ndarray | None:
@@ -105,8 +116,11 @@ def _read_of(node: Node, i: int, read: np.ndarray) -> np.ndarray:
     """How much of its operand i a node reads, of which itself this much is read."""
     x: Any = node.operands[i]
     known: list[Any] = [np.asarray(y) if arrays.is_known(y) else None for y in node.operands]
-    own = arrays.numbered(x.shape)
-    seen = arrays.moved(node, own, node.operands[1:]) if i == 0 else None
+    seen = (
+        arrays.moved(node, np.arange(x.size).reshape(x.shape), node.operands[1:])
+        if i == 0
+        else None
+    )
     if seen is not None:
         places = seen[node.output].ravel()
         kept = np.where(places < 0, 0, read.ravel())
@@ -114,11 +128,11 @@ def _read_of(node: Node, i: int, read: np.ndarray) -> np.ndarray:
     if node.op in REDUCTIONS:
         read = np.expand_dims(read, tuple(node.params["axes"]))
     elif node.op == "dot_general":
-        of, other = arrays.factors(node)[i], arrays.factors(node)[1 - i]
+        own, other = arrays.factors(node)[i], arrays.factors(node)[1 - i]
         free = tuple(x.ndim + k for k in other.free)
-        names = [*of.batch, *(of.free + free if i == 0 else free + of.free)]
-        left = [k for k in range(x.ndim) if k not in of.contracted]
-        read = np.expand_dims(np.einsum(read, names, left), of.contracted)
+        names = [*own.batch, *(own.free + free if i == 0 else free + own.free)]
+        left = [k for k in range(x.ndim) if k not in own.contracted]
+        read = np.expand_dims(np.einsum(read, names, left), own.contracted)
     elif node.op == "concatenate":
         axis = node.params["dimension"]
         start = sum(y.shape[axis] for y in node.operands[:i])
@@ -177,7 +191,7 @@ def misfit(node: Node, source: Node, operations: set[str]) -> Node | None:
     A guard acts on sums and maxima of a row alone, to keep them finite or positive.
     """
     reduced: set[Node] = set()
-    for n in between(node, [source]):
+    for n in sorted(between(node, [source]), key=lambda n: n.index):
         if n.op in REDUCTIONS or all(x in reduced for x in n.nodes):
             reduced.add(n)
         mask = n.op == "select_n" and not isinstance(n.operands[0], Node)
@@ -186,22 +200,6 @@ def misfit(node: Node, source: Node, operations: set[str]) -> Node | None:
         if not ((n.op in operations and not cut) or mask or guard):
             return n
     return None
-
-
-def signature(node: Node, source: Node) -> Any:
-    """What tells functions of an array from others: their operations, and the numbers in them."""
-    inside = between(node, [source])
-    index = {n: i for i, n in enumerate([source, *inside])}
-
-    def told(x: Any) -> Any:
-        if isinstance(x, Node):
-            return "node", index[x]
-        if not arrays.is_known(x):
-            return "traced", x.shape, x.dtype
-        number = arrays.uniform(x)
-        return arrays.digest(x) if number is None else number.item()
-
-    return source.dtype, *((n.op, str(n.params), n.dtype, *map(told, n.operands)) for n in inside)
 
 
 class Univariate(NamedTuple):
@@ -213,11 +211,6 @@ class Univariate(NamedTuple):
     """On which side of each of its comparisons, steps and bends a number lies, (N,)."""
     operations: set[str]
     eps: float  # of the least precise operation
-    key: Any  # the same for functions of the same operations on the same numbers
-
-    def rounded(self, x: Any) -> np.ndarray:
-        """Numbers in the source's precision."""
-        return np.asarray(x, self.source.dtype).astype(float)
 
     def after(self, inner: Callable[[Array], Array], operation: str) -> Univariate:
         """This function of another one."""
@@ -225,7 +218,6 @@ class Univariate(NamedTuple):
             fn=lambda x: self.fn(inner(x)),
             sides=lambda x: self.sides(inner(x)),
             operations=self.operations | {operation},
-            key=(self.key, operation),
         )
 
 
@@ -241,11 +233,13 @@ def univariate(node: Node) -> Univariate | None:
     if not found:
         return None
     source = found[-1]
-    inside = between(node, [source])
+    inside = sorted(between(node, [source]), key=lambda n: n.index)
 
     def values(roots: list[Any], x: Array) -> list[Any]:
-        known = {source: x.astype(source.dtype)}
-        return compute(roots, known, lambda c: jnp.asarray(np.asarray(c).reshape(-1)[0]))
+        def number(constant: Any) -> Array:
+            return jnp.asarray(np.asarray(constant).reshape(-1)[0])
+
+        return compute(roots, {source: x.astype(source.dtype)}, number)
 
     def fn(x: Array) -> Array:
         return values([node], x)[0].astype(x.dtype)
@@ -258,7 +252,9 @@ def univariate(node: Node) -> Univariate | None:
                 found.append(values([n], x)[0].astype(x.dtype))
             elif n.op in BENDING - {"and", "is_finite", "not", "or", "select_n"}:
                 first, *rest = (y.astype(x.dtype) for y in values(list(n.operands), x))
-                if n.op == "clamp":
+                if n.op == "rem":
+                    found.append(jnp.trunc(first / rest[0]))
+                elif n.op == "clamp":
                     found += [jnp.sign(rest[0] - first), jnp.sign(rest[0] - rest[1])]
                 else:
                     found.append(jnp.sign(first - rest[0] if rest else first))
@@ -266,8 +262,7 @@ def univariate(node: Node) -> Univariate | None:
 
     kinds = [n.dtype for n in (source, *inside) if jnp.issubdtype(n.dtype, jnp.floating)]
     eps = max(float(jnp.finfo(kind).eps) for kind in kinds)
-    key = signature(node, source)
-    return Univariate(source, fn, sides, {n.op for n in inside}, eps, key)
+    return Univariate(source, fn, sides, {n.op for n in inside}, eps)
 
 
 def all_uniform(node: Node) -> bool:
@@ -278,7 +273,7 @@ def all_uniform(node: Node) -> bool:
 def follow(node: Node, source: Node) -> np.ndarray | None:
     """Places of `source`'s entries in an array made of it by views and elementwise functions."""
     if node is source:
-        return arrays.numbered(source.shape)
+        return np.arange(source.size).reshape(source.shape)
     if node.op not in arrays.VIEWS | ELEMENTWISE:
         return None
     for operand in node.nodes:
@@ -295,11 +290,14 @@ def follow(node: Node, source: Node) -> np.ndarray | None:
 
 def through_views(node: Any, find: Callable[[Node], Any]) -> Any:
     """What `find` makes of an array, or its view where the array is a view of another; else None."""
-    if not isinstance(node, Node) or not arrays.is_view(node):
-        return find(node) if isinstance(node, Node) else None
-    inner = through_views(node.operands[0], find)
-    places = None if inner is None else arrays.moved(node, inner.places, node.operands[1:])
-    return None if places is None else dataclasses.replace(inner, places=places[node.output])
+    if not isinstance(node, Node):
+        return None
+    found = find(node)
+    if found is None and arrays.is_view(node):
+        inner = through_views(node.operands[0], find)
+        places = None if inner is None else arrays.moved(node, inner.places, node.operands[1:])
+        found = None if places is None else dataclasses.replace(inner, places=places[node.output])
+    return found
 
 
 def stand_in(constant: Any) -> Any:
@@ -343,7 +341,7 @@ def _cuts(nodes: list[Node], output: Node) -> list[Node]:
             continue
         before, after = between(node, []), between(output, [node])
         apart = not overlap(node.weights, weights_of(output, [node], lambda n: n.nodes))
-        if apart and not {*before} & {*after} and (not found or found[-1] in before):
+        if apart and not before & after and (not found or found[-1] in before):
             found.append(node)
     return found
 
@@ -357,20 +355,32 @@ class Stage:
     end: Node
     propagator: Any  # of the whole function
 
+    def __post_init__(self) -> None:
+        self.inner = between(self.end, [self.start])
+        self.axes = {n: _axes(n) for n in (self.start, self.end) if n is not None}
+
     def moments(self, mean: Array, cov: Any) -> tuple[Array, Any]:
         """Moments of the end, given those of the start as a sequence."""
 
         def one_pass(propagator: Any) -> Moments:
+            for node in self.inner:
+                node.moments = None
             if self.start is not None:
-                places = arrays.ordered(self.start.shape, *self._axes(self.start))
-                given = arrays.made(mean, cov, places)
+                given = arrays.made(
+                    mean, cov, arrays.ordered(self.start.shape, *self.axes[self.start])
+                )
+                self.start.moments = propagator.pooled(given)
                 given.base.node = self.start
-                propagator.found[self.start] = propagator.pooled(given)
             return propagator.moments(self.end)
 
-        whole = self.propagator
-        stage = type(whole)(type(cov), landmarks=whole.landmarks, output=whole.output)
-        found = stage.run(one_pass).sequence(*self._axes(self.end))
+        kept = [(node, node.moments) for node in between(self.end, [])]
+        try:
+            own = {name: getattr(self.propagator, name) for name in ("landmarks", "output")}
+            m = type(self.propagator)(type(cov), **own).run(one_pass)
+        finally:
+            for node, moments in kept:
+                node.moments = moments
+        found = m.sequence(*self.axes[self.end])
         return found.mean, found.cov
 
     def draw(self, key: Array, x: Array) -> Array:
@@ -382,12 +392,12 @@ class Stage:
             i: w.sample(k) for (i, w), k in zip(beliefs.items(), keys, strict=False)
         }
         if self.start is not None:
-            places = arrays.ordered(self.start.shape, *self._axes(self.start))
+            places = arrays.ordered(self.start.shape, *self.axes[self.start])
             known[self.start] = x.reshape(-1)[places].astype(self.start.dtype)
         (end,) = compute([self.end], known)
-        return arrays.as_rows(end, *self._axes(self.end))
+        return arrays.as_rows(end, *self.axes[self.end])
 
-    def _axes(self, node: Node) -> tuple[Axes, Axes]:
-        """The token and feature axes that the pass used."""
-        found = self.propagator.found.get(node)
-        return arrays.by_last_axis(node.ndim) if found is None else found.natural()
+
+def _axes(node: Node) -> tuple[Axes, Axes]:
+    """The token and feature axes that the pass used."""
+    return arrays.by_last_axis(node.ndim) if node.moments is None else node.moments.natural()

@@ -59,13 +59,18 @@ class Weight(arrays.View):
         stacked = isinstance(p, Point | Factorized) or dims > 0
         return stacked and np.array_equal(self.places.ravel(), np.arange(p.mean.size))
 
-    def row(self, i: int | slice) -> Weight:
-        """Row i, or some rows, with a belief of its own if this is a stack of beliefs."""
+    def row(self, i: int) -> Weight:
+        """Row i, with a belief of its own if this is a stack of beliefs."""
         if not self.is_stack:
             return dataclasses.replace(self, places=self.places[i])
         own = Weight.of(jax.tree.map(lambda a: a[i], self.posterior))
-        which = range(i, i + 1) if isinstance(i, int) else range(len(self.places))[i]
-        return dataclasses.replace(own, root=self.origin, rows=(*self.rows, which))
+        return dataclasses.replace(own, root=self.origin, rows=(*self.rows, range(i, i + 1)))
+
+    def later(self, first: int) -> Weight:
+        """The rows of a stack of beliefs from this one on."""
+        own = Weight.of(jax.tree.map(lambda a: a[first:], self.posterior))
+        rows = (*self.rows, range(first, len(self.places)))
+        return dataclasses.replace(own, root=self.origin, rows=rows)
 
     def apart(self, other: Weight) -> bool:
         """Whether this view and another are independent."""
@@ -84,6 +89,25 @@ class Weight(arrays.View):
         rows = arrays.as_rows(self.places, rest, axes)
         same = (rows == rows[:1]).all()
         return select(self.posterior, rows[0], repeats=True) if same else None
+
+    def affine(self, scale: Any, shift: Any) -> Weight | None:
+        """The belief about scale * w + shift, or None if the family cannot express it."""
+        if all(np.ndim(x) == 0 and arrays.is_known(x) for x in (scale, shift)) and shift == 0:
+            if scale == 1:
+                return self
+            posterior = rescaled(self.posterior, scale)
+            return dataclasses.replace(self, posterior=posterior, root=self.origin)
+        chosen = select(self.posterior, self.places)
+        if not isinstance(chosen, Point | Factorized):
+            return None
+        mean = chosen.mean * scale + shift
+        if mean.shape != self.shape:  # broadcasting would make copies independent
+            return None
+        if isinstance(chosen, Point):
+            return Weight.of(Point(mean))
+        variance = jnp.broadcast_to(chosen.variance * jnp.square(scale), mean.shape)
+        found = Weight.of(Factorized(mean, variance))
+        return dataclasses.replace(found, root=self.origin, rows=self.rows)
 
     def base(self, structure: type[Covariance], landmarks: int | None) -> Base:
         """The belief's whole array as a random sequence."""
@@ -108,34 +132,19 @@ def overlap(left: Iterable[Weight], right: Iterable[Weight]) -> bool:
 
 def affine(name: str, operands: list[Any]) -> Weight | None:
     """A weight combined with a certain array by a primitive, or None if no family expresses it."""
+    if name == "neg":
+        return operands[0].affine(-1.0, 0.0)
     first = isinstance(operands[0], Weight)
-    if name not in ("neg", "mul", "add", "sub", "div") or (name == "div" and not first):
+    if name not in ("mul", "add", "sub", "div") or (name == "div" and not first):
         return None
-    weight, *other = operands if first else operands[::-1]
-    number = arrays.uniform(*other) if other else -1.0
-    value = other[0] if number is None else number
-    scale, shift = 1.0, 0.0
-    if name in ("add", "sub"):
-        shift = value if name == "add" or not first else -value
-        scale = 1.0 if name == "add" or first else -1.0
-    else:
-        scale = 1 / value if name == "div" else value
-    if number is not None and shift == 0:
-        if scale == 1:
-            return weight
-        posterior = rescaled(weight.posterior, scale)
-        return dataclasses.replace(weight, posterior=posterior, root=weight.origin)
-    chosen = select(weight.posterior, weight.places)
-    if not isinstance(chosen, Point | Factorized):
-        return None
-    mean = chosen.mean * scale + shift
-    if mean.shape != weight.shape:  # broadcasting would make copies independent
-        return None
-    if isinstance(chosen, Point):
-        return Weight.of(Point(mean))
-    variance = jnp.broadcast_to(chosen.variance * jnp.square(scale), mean.shape)
-    found = Weight.of(Factorized(mean, variance))
-    return dataclasses.replace(found, root=weight.origin, rows=weight.rows)
+    weight, other = operands if first else operands[::-1]
+    constant = arrays.uniform(other)
+    other = other if constant is None else constant
+    if name in ("mul", "div"):
+        return weight.affine(other if name == "mul" else 1 / other, 0.0)
+    if name == "sub":
+        return weight.affine(1.0, -other) if first else weight.affine(-1.0, other)
+    return weight.affine(1.0, other)
 
 
 def rescaled(posterior: Posterior, factor: Any) -> Posterior:
@@ -232,8 +241,9 @@ def linearised(
     [[2.]] [[1.]]
     """
     if not callable(fn):
-        got = type(fn).__name__
-        raise TypeError(f"`linearised(fn)` needs a function fn(params, x). Got {got}.")
+        raise TypeError(
+            f"`linearised(fn)` needs a function fn(params, x). Got {type(fn).__name__}."
+        )
     if structure not in (Full, Diagonal):
         raise TypeError(f"`linearised` keeps mj.Full or mj.Diagonal. Got {structure!r}.")
 
@@ -242,18 +252,17 @@ def linearised(
         beliefs = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Posterior)}
         means = {i: belief.mean for i, belief in beliefs.items()}
 
-        def of(means: dict[int, Array], *inputs: Any) -> Array:
-            filled = [means.get(i, x) for i, x in enumerate(leaves)]
-            return fn(jax.tree.unflatten(treedef, filled), *inputs)
+        def filled(means: dict[int, Array]) -> Any:
+            return jax.tree.unflatten(treedef, [means.get(i, x) for i, x in enumerate(leaves)])
 
         try:
-            mean = of(means, *inputs)
+            mean = fn(filled(means), *inputs)
         except Exception as error:
-            explain_call("linearised", functools.partial(of, means), inputs, error)
+            explain_call("linearised", functools.partial(fn, filled(means)), inputs, error)
             raise
         shape = (-1, mean.shape[-1]) if mean.ndim else (1, 1)
         if structure is Diagonal:
-            _, backward = jax.vjp(lambda at: of(at, *inputs).ravel(), means)
+            _, backward = jax.vjp(lambda at: fn(filled(at), *inputs).ravel(), means)
 
             def variance(i: Array) -> Array:
                 (rows,) = backward(jax.nn.one_hot(i, mean.size, dtype=mean.dtype))
@@ -269,7 +278,7 @@ def linearised(
                 "structure=mj.Diagonal for their variances, or a function of fewer outputs."
             )
         total = jnp.zeros((mean.size, mean.size), mean.dtype)
-        for i, jacobian in jax.jacrev(of)(means, *inputs).items():
+        for i, jacobian in jax.jacrev(lambda at: fn(filled(at), *inputs))(means).items():
             total = total + carried(beliefs[i], jacobian.reshape(mean.size, -1))
         mean = mean.reshape(shape)
         return mean, Full(total.reshape(*mean.shape, *mean.shape))

@@ -179,7 +179,7 @@ OWN = {"network": mj.Bayesian(linear(), GAUSSIAN)}
     ("change", "error", "words"),
     [
         ({"likelihood": "mse"}, TypeError, r"mj.Categorical\(\), .*Got 'mse'"),
-        ({"likelihood": mj.Gaussian}, TypeError, r"Use mj.Gaussian\(\)"),
+        ({"likelihood": mj.Gaussian}, TypeError, r"Give Gaussian\(\)"),
         ({"likelihood": mj.Gaussian(-1.0)}, ValueError, "positive noise variance"),
         ({"likelihood": mj.Gaussian(np.nan)}, ValueError, "positive noise variance"),
         ({"data": (X, np.ones(3))}, ValueError, r"as many inputs as targets, .*Got \[120, 3\]"),
@@ -221,7 +221,7 @@ OWN = {"network": mj.Bayesian(linear(), GAUSSIAN)}
         (
             {"network": nnx.Dropout(0.1, deterministic=True), "data": (X, X)},
             ValueError,
-            "without any",
+            "with parameters. Got",
         ),
         ({**OWN, "structure": mj.Full}, ValueError, "as it is.*Got batch_axes=1, structure"),
         ({**OWN, "likelihood": CATEGORICAL}, ValueError, "own likelihood"),
