@@ -48,6 +48,7 @@ def chi_square(counts, probs):
     return scipy.stats.chisquare(seen, wanted).pvalue
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 def test_a_million_draws_from_each_of_ten_laws():
     logits = ten_laws()

@@ -89,6 +89,7 @@ def test_an_mlp_against_its_samples(tmp_path):
         assert record["time_ratio"] > 0
 
 
+@pytest.mark.slow
 def test_blocks_with_a_head_have_two_lines_and_full_is_skipped_where_it_is_too_large(
     tmp_path, capsys
 ):

@@ -140,6 +140,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 def test_a_brownian_stream_is_not_refuted_and_each_fault_is_named():
     motion = motion_report(brownian_stream(), key=KEY, permutations=1499)
     assert motion.is_brownian, motion.failures

@@ -60,6 +60,7 @@ def tiny(monkeypatch):
         monkeypatch.setattr(compared, name, value)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_padding_has_no_influence():
     ids = np.asarray([[3, 7, 3, 0, 0, 0], [5, 6, 7, 8, 9, 1]], np.int32)

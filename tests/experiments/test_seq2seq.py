@@ -52,6 +52,7 @@ def test_a_network_sees_nothing_of_what_it_forecasts():
         np.testing.assert_array_equal(left, right)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_changes_go_straight_to_the_means_and_add_their_own_variance():
     given = data.tokens(data.Windows(*(array[:42:7] for array in data.split(year()).train)), 0.5)[

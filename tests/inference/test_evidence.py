@@ -174,6 +174,7 @@ def test_the_belief_is_about_all_weights_together(average):
         model.replace(linearised=False)(X)
 
 
+@pytest.mark.slow
 def test_moments_of_weights_that_go_together_are_those_of_small_noise():
     last = nnx.Linear(4, 1, use_bias=False, rngs=nnx.Rngs(1), param_dtype=float)
     network = Raveled(nnx.Sequential(linear(4, use_bias=False), jnp.tanh, last))

@@ -305,6 +305,7 @@ def test_a_linear_regression_has_its_noise_and_prior_from_the_evidence():
     assert abs(receipt.prior_precision["model"] - 3 / float(jnp.sum(weights**2))) < 0.1
 
 
+@pytest.mark.slow
 def test_a_vision_transformer_as_users_write_it():
     """Convolutional patches, a class token, attention."""
     model = evaluated(MyViT, depth=1, width=8)

@@ -65,6 +65,7 @@ def test_a_scan_is_the_loop_over_its_blocks(structure, remat, calls):
         assert len(text) < 0.85 * len(other)  # two blocks for three
 
 
+@pytest.mark.slow
 def test_gradients_pass_through_a_kept_loop():
     listed, scanned = pair(mj.nn.Encoder, mj.Diagonal, True, 3, D, 2)
 
@@ -77,6 +78,7 @@ def test_gradients_pass_through_a_kept_loop():
     jax.tree.map(lambda x, y: assert_close(x, y, 1e-6), a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "structure", [mj.Diagonal, pytest.param(mj.Separable, marks=pytest.mark.slow)]
 )
@@ -133,6 +135,7 @@ def test_random_inputs_and_their_functions_share_their_noise():
         mj.propagate(fn)(kernel, (mean, cov))
 
 
+@pytest.mark.slow
 def test_landmarks_are_those_of_the_layers():
     t, r = 9, 3
     x = jax.random.normal(KEY, (t, D))

@@ -321,6 +321,7 @@ def noisy():
     return propagated_and_sampled(of_inputs(NOISY, 2), WEIGHTS, jax.random.key(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOISY)
 def test_functions_of_noisy_weights_against_samples(name, noisy):
     mean, sd, sampled_mean, _, sampled_sd = noisy[name]
