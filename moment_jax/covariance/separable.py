@@ -196,7 +196,8 @@ class Separable(Covariance):
 
     def shares(self) -> Array:
         """Each feature's share of C, diag(C) / tr C, (D,)."""
-        return safe_divide(diagonal_of(self.features), self.energy())
+        own = diagonal_of(self.features)
+        return safe_divide(own, jnp.sum(own))
 
     def to_dense(self) -> Array:
         scale, tokens = safe_sqrt(self.variances), tg.whole(tg.correlation(self.tokens))
