@@ -165,13 +165,17 @@ class _Stack(Module):
     block_type: ClassVar[Any]
 
     def __init__(
-        self, num_blocks: int, num_features: int, num_heads: int, *, scan: bool = False,
-        remat: bool = False, norm_first: bool = False, epsilon: float = 1e-6, rngs: nnx.Rngs,
-        **options: Any,
+        self, num_blocks: int, num_features: int, num_heads: int, *,
+        hidden_features: int | None = None, norm_first: bool = False,
+        activation: Activation = "relu", epsilon: float = 1e-6, scan: bool = False,
+        remat: bool = False, rngs: nnx.Rngs,
     ) -> None:  # fmt: skip
         if num_blocks < 1:
             raise ValueError(f"`{type(self).__name__}` needs num_blocks >= 1. Got {num_blocks}.")
-        options = {"norm_first": norm_first, "epsilon": epsilon, **options}
+        options = {
+            "hidden_features": hidden_features, "norm_first": norm_first, "activation": activation,
+            "epsilon": epsilon,
+        }  # fmt: skip
 
         def block(rngs: nnx.Rngs) -> Any:
             return self.block_type(num_features, num_heads, rngs=rngs, **options)
@@ -208,7 +212,7 @@ class Encoder(_Stack):
       num_blocks: L.
       num_features: D.
       num_heads: H, a divisor of D.
-      options: the other arguments of its blocks: hidden_features, norm_first, activation, epsilon.
+      hidden_features, norm_first, activation, epsilon: as for `EncoderBlock`.
       scan: one compiled loop over the blocks, whose weights are stacked: twelve blocks compile like two,
         and a gradient of few blocks takes longer. Beliefs about stacks are `Factorized`.
       remat: recompute each block in the backward pass instead of storing what it needs.
@@ -311,16 +315,18 @@ class TokenTransformer(Module):
       num_blocks: L.
       num_features: D.
       num_heads: H, a divisor of D.
-      options: the other keyword arguments of `Encoder`, pre-norm unless norm_first=False.
+      norm_first: pre-norm if True.
+      options: the other keyword arguments of `Encoder`.
     """
 
     def __init__(
         self, num_tokens: int, in_features: int, out_features: int, *, num_blocks: int = 1,
-        num_features: int = 32, num_heads: int = 4, rngs: nnx.Rngs, **options: Any,
+        num_features: int = 32, num_heads: int = 4, norm_first: bool = True, rngs: nnx.Rngs,
+        **options: Any,
     ) -> None:  # fmt: skip
         self.embed = nnx.Linear(in_features, num_features, rngs=rngs)
         self.positions = LearnedPositions(num_tokens, num_features, scale=1.0, rngs=rngs)
-        options = {"norm_first": True, **options}
+        options = {"norm_first": norm_first, **options}
         self.encoder = Encoder(num_blocks, num_features, num_heads, rngs=rngs, **options)
         self.head = nnx.Linear(num_features, out_features, rngs=rngs)
 
@@ -385,7 +391,9 @@ class VisionTransformer(Module):
       num_heads: H, a divisor of D.
       num_blocks: L.
       position_scale: standard deviation of the initial positions.
-      options: the other keyword arguments of `Encoder`, pre-norm with GELU unless they say otherwise.
+      norm_first: pre-norm if True.
+      activation: of the feed-forward layers.
+      options: the other keyword arguments of `Encoder`.
 
     Raises:
       ValueError: if patches do not divide the image or heads do not divide the features.
@@ -397,15 +405,16 @@ class VisionTransformer(Module):
 
     def __init__(
         self, *, image_size: int, patch_size: int, num_classes: int, channels: int = 1,
-        num_features: int = 64, num_heads: int = 4, num_blocks: int = 2,
-        position_scale: float = 0.02, rngs: nnx.Rngs, **options: Any,
+        num_features: int = 64, num_heads: int = 4, num_blocks: int = 2, norm_first: bool = True,
+        activation: Activation = "gelu", position_scale: float = 0.02, rngs: nnx.Rngs,
+        **options: Any,
     ) -> None:  # fmt: skip
         self.patches = Patches(patch_size, channels)
         num_tokens = self.patches.count("VisionTransformer", image_size)
         self.embed = nnx.Linear(patch_size**2 * channels, num_features, rngs=rngs)
         start = position_scale * jax.random.normal(rngs.params(), (num_tokens, num_features))
         self.position = nnx.Param(start)
-        options = {"norm_first": True, "activation": "gelu", **options}
+        options = {"norm_first": norm_first, "activation": activation, **options}
         self.encoder = Encoder(num_blocks, num_features, num_heads, rngs=rngs, **options)
         self.head = nnx.Linear(num_features, num_classes, rngs=rngs)
 
