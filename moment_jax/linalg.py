@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.custom_batching import custom_vmap
 
-from moment_jax.xla import diagonal_of
+from moment_jax.xla import diagonal_of, inlined
 
 _PANEL = 16  # columns of a factor at a time: less memory traffic, and one program for all of them
 _LEAF = 40  # up to this many rows are eliminated one by one; wider matrices are halved
@@ -41,6 +41,7 @@ def _eigh_of_stack(_size: int, _batched: list[bool], stack: Array) -> tuple[Pair
     return pairs, (True, True)
 
 
+@functools.partial(inlined, static_argnames="bounded")
 def psd_cholesky(cov: Array, *, bounded: bool = False) -> Array:
     """Lower-triangular L with L L^T = cov for any positive semidefinite matrix, without jitter.
 
@@ -83,6 +84,7 @@ def psd_cholesky(cov: Array, *, bounded: bool = False) -> Array:
     return jax.lax.fori_loop(0, count, add_panel, jnp.zeros_like(cov))[:size, :size]
 
 
+@functools.partial(inlined, static_argnames="least")
 def inverse_root(matrix: Array, least: float | None = None) -> Array:
     """R = L^-1 of a positive definite matrix L L^T, so that the inverse is R^T R.
 
@@ -206,6 +208,7 @@ def _psd_logdet_jvp(primals: tuple[Array], tangents: tuple[Array]) -> Pair:
     return logdet, jnp.where(logdet > -jnp.inf, jnp.sum(dot(root.T, root) * tangents[0]), 0)
 
 
+@inlined
 def _logdet_and_root(cov: Array) -> Pair:
     """Log-determinant and inverse root; -inf and the identity where there is none."""
     root = inverse_root(cov)

@@ -23,6 +23,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
+inlined = functools.partial(jax.jit, inline=True)
+"""Decorator of a function that is one program outside of compiled code, and its operations inside.
+
+Outside, JAX compiles each operation for each shape by itself, for 20 ms or more.
+"""
+
 _now = threading.local()  # while tracing: `in_transform`
 _store = Primitive("materialize")
 
@@ -130,6 +136,7 @@ def materialized_inputs(transform: Callable[P, R]) -> Callable[P, R]:
     return stored
 
 
+@inlined
 def diagonal_of(matrix: Array) -> Array:
     """The diagonals (..., D) of matrices (..., D, E >= D), as a masked sum.
 
@@ -141,6 +148,7 @@ def diagonal_of(matrix: Array) -> Array:
     return jnp.sum(kept, axis=-1)
 
 
+@inlined
 def diagonal_matrix(entries: Array) -> Array:
     """Diagonal matrices (..., D, D) with these diagonals (..., D)."""
     shape = (*entries.shape, entries.shape[-1])
@@ -148,6 +156,7 @@ def diagonal_matrix(entries: Array) -> Array:
     return jnp.where(on_diagonal(shape), entries[..., None, :], jnp.zeros((), entries.dtype))
 
 
+@functools.partial(inlined, static_argnums=0)
 def on_diagonal(shape: tuple[int, ...]) -> Array:
     """A boolean mask of the diagonal, (..., D, D)."""
     row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, len(shape) - back) for back in (2, 1))

@@ -6,6 +6,7 @@ import numpy as np
 from jax import Array
 
 from moment_jax.covariance.fields import check_array
+from moment_jax.xla import inlined
 
 
 def to_sphere(x: Array, *, epsilon: float = 0.0) -> Array:
@@ -30,6 +31,7 @@ def to_sphere(x: Array, *, epsilon: float = 0.0) -> Array:
     return centred * jnp.where(positive, jax.lax.rsqrt(jnp.where(positive, spread, 1)), 0)
 
 
+@inlined
 def squared_distances(x: Array, y: Array) -> Array:
     """|x_i - y_j|^2 for points (T, D) and (S, D): (T, S), never negative.
 

@@ -15,6 +15,7 @@ from moment_jax.brownian.kernels import (
     gaussian_kernel,
     squared_distances,
 )
+from moment_jax.xla import inlined
 
 LONGEST = 30  # `mixing_time` gives up after 2^LONGEST steps
 NEIGHBORS = 10  # a diffusion map's default bandwidth is the median distance to the one of this rank
@@ -80,6 +81,12 @@ def stationary(transition: Array) -> Array:
                 "never reach it. Use one class alone (`chain_classes`), or connect the chain, for "
                 "instance by 0.99 P + 0.01 / T."
             )
+    return _stationary(transition)
+
+
+@inlined
+def _stationary(transition: Array) -> Array:
+    size = len(transition)
     uniform = jnp.full(size, 1 / size, transition.dtype)
     matrix = jnp.eye(size, dtype=transition.dtype) - transition.T + uniform[:, None]
 

@@ -8,12 +8,13 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
 from moment_jax import linalg
-from moment_jax.xla import diagonal_matrix, diagonal_of, materialized, on_diagonal
+from moment_jax.xla import diagonal_matrix, diagonal_of, inlined, materialized, on_diagonal
 
 Pair = tuple[Array, Array]
 
 
 @jax.custom_jvp
+@inlined
 def nonnegative(x: Array) -> Array:
     """max(x, 0) for what is negative by rounding alone, with the full derivative at 0.
 
@@ -29,6 +30,7 @@ def _nonnegative_jvp(primals: tuple[Array], tangents: tuple[Array]) -> Pair:
 
 
 @jax.custom_jvp
+@inlined
 def safe_sqrt(x: Array) -> Array:
     """sqrt(max(x, 0)), with gradient 0 where x <= 0; NaN stays NaN.
 
@@ -45,6 +47,7 @@ def _safe_sqrt_jvp(primals: tuple[Array], tangents: tuple[Array]) -> Pair:
 
 
 @jax.custom_jvp
+@inlined
 def safe_divide(x: Array, y: Array) -> Array:
     """X / y, and 0 where |y| is so small that the derivative's 1 / y^2 overflows; NaN stays NaN."""
     return x / _safe_divisor(y)
@@ -142,6 +145,7 @@ def outer_by_share(rows: Array, columns: Array) -> Array:
     return rows[:, None] * safe_divide(columns, jnp.sum(columns))[None, :]
 
 
+@inlined
 def correlation_of(cov: Array) -> Array:
     """The correlation matrix of a positive semidefinite matrix."""
     one = jnp.ones((), cov.dtype)

@@ -17,13 +17,13 @@ from moment_jax.covariance.token_gram import num_landmarks
 from moment_jax.nn import likelihood as likelihoods
 from moment_jax.nn import plain
 from moment_jax.nn.belief import Belief, Path, begun, joined, placed
-from moment_jax.nn.prediction import beside_sampled, predicted, spread_factors
+from moment_jax.nn.prediction import beside_sampled, compiled_pass, predicted, spread_factors
 from moment_jax.posterior import Factorized, Posterior, sample_params
 from moment_jax.propagation import linearised as linearise
 from moment_jax.propagation import propagate
 from moment_jax.propagation.errors import Steps
 from moment_jax.propagation.propagator import is_random_input
-from moment_jax.xla import with_automatic_axes
+from moment_jax.xla import inlined, with_automatic_axes
 
 
 class Check(NamedTuple):
@@ -171,11 +171,11 @@ class Bayesian(plain.Module):
 
     def sample(self, key: Array) -> Any:
         """The plain network of one draw of the weights, of the class that came in."""
-        return plain.as_given(self._network(sample_params(self.beliefs, key)))
+        return plain.as_given(self._network(inlined(sample_params)(self.beliefs, key)))
 
     def kl(self) -> Array:
         """KL(posterior || prior) of all random weights, in nats."""
-        return sum((belief.kl() for belief in self.owned.values()), jnp.zeros(()))
+        return _kl([(belief.posterior, belief.prior) for belief in self.owned.values()])
 
     def scaled(self, factor: Array | float) -> Self:
         """A copy with all standard deviations multiplied by a positive number."""
@@ -221,7 +221,7 @@ class Bayesian(plain.Module):
             that is random is given as its moments, (mean, cov), independent of the weights.
           options: the network's keyword arguments, shared by all examples.
         """
-        return self._moments(inputs, options)
+        return compiled_pass(self, inputs, options)
 
     def predict(self, *inputs: Any, batch_size: int = 256, **options: Any) -> Any:
         """The predictive distribution, `likelihood(model(x))`, compiled and in batches.
@@ -410,6 +410,11 @@ class Bayesian(plain.Module):
                 "mj.Bayesian(network, mj.Categorical())."
             )
         return self.likelihood
+
+
+@inlined
+def _kl(pairs: list[tuple[Posterior, Any]]) -> Array:
+    return sum((posterior.kl(prior) for posterior, prior in pairs), jnp.zeros(()))
 
 
 def _at_means(beliefs: Any) -> Any:

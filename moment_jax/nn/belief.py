@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from moment_jax import posterior as families
 from moment_jax.covariance.fields import known_values
 from moment_jax.nn.plain import Module
 from moment_jax.posterior import GaussianPrior, Posterior
-from moment_jax.xla import diagonal_matrix, diagonal_of
+from moment_jax.xla import diagonal_matrix, diagonal_of, inlined
 
 # The parameters of a spread by family: a `scale` of entries, roots of covariance matrices, or matrices
 # whose QR decomposition has an orthogonal basis.
@@ -84,7 +85,8 @@ class Belief(Module):
         self.shape = tuple(mean.shape) if shape is None else shape
         self.family: Any = family
         self.mean = VariationalMean(mean)
-        self.raw = nnx.data(_initial_raw(family, mean, scale))
+        raw = _initial_raw(family, tuple(mean.shape), jnp.asarray(scale, mean.dtype))
+        self.raw = nnx.data({name: VariationalScale(x) for name, x in raw.items()})
         log_scale = jnp.asarray(math.log(prior_scale), mean.dtype)
         self.prior_scale = float(prior_scale)
         self.prior_log_scale = nnx.data(PriorScale(log_scale) if learn_prior else None)
@@ -167,6 +169,7 @@ def _root(cov: Array) -> Array:
     return jnp.tril(root, -1) + diagonal_matrix(_inverse_softplus(diagonal_of(root)))
 
 
+@partial(inlined, static_argnums=0)
 def _scaled(name: str, raw: Array, factor: Array | float) -> Array:
     """The parameter of a spread that is `factor` times as large."""
 
@@ -190,28 +193,27 @@ def matrix_shape(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
     return min(cuts, key=sum)
 
 
+@inlined
 def _inverse_softplus(x: Array) -> Array:
     """log(exp(x) - 1); -inf at zero, where softplus gives zero again."""
     return x + jnp.log(-jnp.expm1(-x))
 
 
-def _initial_raw(
-    family: type[Posterior], mean: Array, scale: Array | float
-) -> dict[str, VariationalScale]:
+@partial(inlined, static_argnums=(0, 1))
+def _initial_raw(family: Any, shape: tuple[int, ...], scale: Array) -> dict[str, Array]:
     """Parameters of a standard deviation of `scale` for every entry."""
-    shape, raw = mean.shape, {}
-    value = jnp.log(jnp.expm1(jnp.asarray(scale, mean.dtype)))  # softplus's inverse
+    raw, value = {}, _inverse_softplus(scale)
     for name in FAMILIES[family]:
         if name.endswith("basis"):
-            raw[name] = VariationalScale(jnp.eye(shape[name == "out_basis"], dtype=mean.dtype))
+            raw[name] = jnp.eye(shape[name == "out_basis"], dtype=value.dtype)
         elif name == "scale":
-            shape = shape[1:] if family is families.OutputShared else shape
-            raw[name] = VariationalScale(jnp.full(shape, value))
+            raw[name] = jnp.full(shape[family is families.OutputShared :], value)
         else:
-            raw[name] = VariationalScale(value * jnp.eye(mean.size, dtype=mean.dtype))
+            raw[name] = value * jnp.eye(math.prod(shape), dtype=value.dtype)
     return raw
 
 
+@partial(inlined, static_argnums=0)
 def _spread(name: str, raw: Array) -> Array:
     """Variances, an orthogonal basis, or the covariance L L^T."""
     if name == "scale":
@@ -244,9 +246,14 @@ def begun(
                     f"matrices, for the vector {joined(path)}. Return Factorized for it."
                 )
             kind, matrix = families.Factorized, shape
-        scale = relative_scale * jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(value))), 0.1)
+        scale = _first_scale(value, relative_scale)
         found[path] = Belief(value.reshape(matrix), family=kind, scale=scale, shape=shape, **prior)
     return found
+
+
+@inlined
+def _first_scale(weights: Array, relative_scale: float) -> Array:
+    return relative_scale * jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(weights))), 0.1)
 
 
 def placed(beliefs: Any, known: dict[Path, Any], prior: dict[str, Any]) -> dict[Path, Any]:

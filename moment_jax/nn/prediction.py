@@ -14,6 +14,7 @@ from flax import nnx
 from jax import Array
 
 from moment_jax.nn.plain import arguments, as_nnx
+from moment_jax.xla import inlined
 
 
 def predicted(
@@ -35,9 +36,21 @@ def predicted(
         rows = np.arange(first, first + batch_size)
         rows = np.where(rows < size, rows, first)
         batch = jax.tree.map(lambda x, rows=rows: jnp.asarray(x)[rows], inputs)
-        part = _predicted(graph, state, batch, known=known)
-        parts.append(jax.tree.map(lambda x, left=size - first: x[:left], part))
-    return jax.tree.map(lambda *each: jnp.concatenate(each), *parts)
+        parts.append(_predicted(graph, state, batch, known=known))
+    return _joined(parts, size)
+
+
+@partial(inlined, static_argnums=1)
+def _joined(parts: list[Any], size: int) -> Any:
+    return jax.tree.map(lambda *each: jnp.concatenate(each)[:size], *parts)
+
+
+def compiled_pass(model: Any, inputs: Any, options: dict[str, Any]) -> Any:
+    """`model(*inputs, **options)` as one program; in compiled or differentiated code as it stands."""
+    graph, state = nnx.split(model)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, inputs, options))):
+        return model._moments(inputs, options)
+    return _pass(graph, state, inputs, known=_Static(options))
 
 
 def beside_sampled(

@@ -10,7 +10,7 @@ from jax import Array
 from moment_jax.covariance import Covariance
 from moment_jax.covariance.fields import check_array, check_floating, known_values
 from moment_jax.covariance.numerics import vector_variance
-from moment_jax.xla import diagonal_matrix, diagonal_of
+from moment_jax.xla import diagonal_matrix, diagonal_of, inlined
 
 Cov = Array | Covariance
 
@@ -100,6 +100,7 @@ def labels_of(name: str, y: Array | int, scores: Array) -> Array:
     return y
 
 
+@inlined
 def of_label(values: Array, label: Array) -> Array:
     """values[label]; NaN if the label is out of range, which compiled code cannot raise."""
     at_label = jnp.asarray(values).at[label]

@@ -23,6 +23,7 @@ from jax import Array
 from moment_jax.covariance.numerics import safe_sqrt, vector_variance
 from moment_jax.linalg import psd_cholesky
 from moment_jax.objectives.checks import Cov, logits_cov, over_batch
+from moment_jax.xla import inlined
 
 Pair = tuple[Array, Array]
 
@@ -113,6 +114,7 @@ def probabilities_with_uncertainty(
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+@functools.partial(inlined, static_argnums=2)
 def _parts(mean: Array, cov: Array, num_points: int) -> tuple[Array, Array, Array]:
     """Log E[softmax], E[H[softmax]] and E[KL(softmax || E[softmax])]."""
     log_weights = log_softmax_rows(gaussian_points(mean, cov, num_points))
@@ -217,6 +219,7 @@ def gaussian_points(mean: Array, cov: Array, num_points: int) -> Array:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+@functools.partial(inlined, static_argnums=2)
 def expected_logsumexp(mean: Array, cov: Array, num_points: int) -> Array:
     """E[logsumexp(f)], a scalar, f ~ N(mean, cov) with cov (C,) or (C, C)."""
     points = gaussian_points(mean, cov, num_points)
@@ -235,6 +238,7 @@ def _expected_logsumexp_jvp(num_points: int, primals: Pair, tangents: Pair) -> P
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+@functools.partial(inlined, static_argnums=2)
 def log_expected_softmax(mean: Array, cov: Array, num_points: int) -> Array:
     """Log E[softmax(f)], (C,), f ~ N(mean, cov) with cov (C,) or (C, C); exp of it sums to one.
 

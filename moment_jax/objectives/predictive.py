@@ -20,7 +20,7 @@ from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.linalg import inverse_root
 from moment_jax.objectives.checks import labels_of, of_label, over_batch
 from moment_jax.objectives.cubature import TokenUncertainty, wide
-from moment_jax.xla import diagonal_of
+from moment_jax.xla import diagonal_of, inlined
 
 
 @jax.tree_util.register_dataclass
@@ -174,6 +174,7 @@ class MixturePredictive(GaussianPredictive):
         return GaussianPredictive(mean, cov).sample(of_target)
 
 
+@inlined
 def averaged(predictions: Sequence[Any]) -> Any:
     """The equal mixture of predictive distributions of one kind and shape.
 
@@ -209,6 +210,7 @@ def _as_mixture(prediction: GaussianPredictive) -> MixturePredictive:
     return MixturePredictive(mean, cov, parts, jnp.zeros_like(mean[..., :1]))
 
 
+@inlined
 def log_normal(residual: Array, cov: Array) -> Array:
     """Log N(residual; 0, cov) of a vector (M,), with variances (M,) or a covariance (M, M)."""
     if cov.ndim == 1:

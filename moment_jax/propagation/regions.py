@@ -18,6 +18,7 @@ from moment_jax.propagation.arrays import Axes, Moments
 from moment_jax.propagation.errors import Steps
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.weights import Weight, overlap
+from moment_jax.xla import inlined
 
 # fmt: off
 ELEMENTWISE = {
@@ -241,9 +242,11 @@ def univariate(node: Node) -> Univariate | None:
 
         return compute(roots, {source: x.astype(source.dtype)}, number)
 
+    @inlined
     def fn(x: Array) -> Array:
         return values([node], x)[0].astype(x.dtype)
 
+    @inlined
     def sides(x: Array) -> Array:
         found = [jnp.zeros((), x.dtype)]
         for n in inside:
