@@ -62,7 +62,7 @@ def add_arguments(parser: Parser) -> None:
     parser.training("runs/digits", steps=60, batch_size=32, kl_weight=0.03)
     what = "how many times all is done, with --seed and those that follow it"
     parser.whole("--seeds", 3, what, most=1000)
-    parser.whole("--plain-steps", 600, "updates of a plain network")
+    parser.whole("--plain-steps", 400, "updates of a plain network")
     what = "networks sampled from the posterior to compare with"
     parser.whole("--samples", 300, what, least=2, most=100_000)
 

@@ -13,7 +13,7 @@ from jax import Array
 
 import moment_jax as mj
 
-CHUNK = 100  # images at a time, to bound memory
+CHUNK = 250  # images at a time, to bound memory
 
 
 class Prediction(NamedTuple):

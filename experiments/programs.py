@@ -51,14 +51,16 @@ class Program(NamedTuple):
         return {"compile_seconds": self.seconds, "bytes": self.bytes, **sizes}
 
 
-def compile_program(function: Callable[..., Any], *arguments: Any) -> Program:
+def compile_program(
+    function: Callable[..., Any], *arguments: Any, options: dict[str, Any] | None = None
+) -> Program:
     """Trace and compile a function, which may be under `jit` already.
 
-    The arguments may be shapes and types alone.
+    The arguments may be shapes and types alone. `options` are XLA's.
     """
     start = time.perf_counter()
     lowered = (function if hasattr(function, "lower") else jax.jit(function)).lower(*arguments)
-    program = lowered.compile()
+    program = lowered.compile(compiler_options=options)
     seconds = time.perf_counter() - start
     return Program(program, seconds, needed_bytes(program), lowered)
 

@@ -6,6 +6,7 @@ NaN, as they are of a NaN prediction.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -252,7 +253,7 @@ def negative_log_likelihood(probabilities: Array, labels: Array) -> Array:
 
 def accuracy(probabilities: Array, labels: Array) -> Array:
     """Share of examples whose most probable class (the first one in a tie) is the label."""
-    return jnp.mean(_hits("accuracy", probabilities, labels))
+    return jnp.mean(_hits(probabilities, _checked_labels("accuracy", probabilities, labels)))
 
 
 def expected_calibration_error(probabilities: Array, labels: Array, num_bins: int = 15) -> Array:
@@ -260,9 +261,15 @@ def expected_calibration_error(probabilities: Array, labels: Array, num_bins: in
 
     Confidence is the probability of the most probable class, bins are ((b-1) / num_bins, b / num_bins].
     """
-    hits = _hits("expected_calibration_error", probabilities, labels)
+    labels = _checked_labels("expected_calibration_error", probabilities, labels)
     if num_bins < 1:
         raise ValueError(f"`expected_calibration_error` needs num_bins >= 1. Got {num_bins}.")
+    return _calibration_error(probabilities, labels, num_bins)
+
+
+@functools.partial(inlined, static_argnums=2)
+def _calibration_error(probabilities: Array, labels: Array, num_bins: int) -> Array:
+    hits = _hits(probabilities, labels)
     (probabilities,) = wide(probabilities)  # sums of many examples are none in bfloat16
     confidence = jnp.max(probabilities, axis=1)
     bins = jnp.clip(jnp.ceil(confidence * num_bins).astype(jnp.int32) - 1, 0, num_bins - 1)
@@ -270,9 +277,9 @@ def expected_calibration_error(probabilities: Array, labels: Array, num_bins: in
     return jnp.sum(jnp.abs(excess)) / len(hits)
 
 
-def _hits(name: str, probabilities: Array, labels: Array) -> Array:
+@inlined
+def _hits(probabilities: Array, labels: Array) -> Array:
     """1 where the most probable class is the label, else 0, (N,); NaN where either is invalid."""
-    labels = _checked_labels(name, probabilities, labels)
     hits = (jnp.argmax(probabilities, axis=1) == labels).astype(probabilities.dtype)
     valid = (labels >= 0) & (labels < probabilities.shape[1])
     return jnp.where(valid & ~jnp.isnan(jnp.max(probabilities, axis=1)), hits, jnp.nan)
