@@ -188,7 +188,7 @@ class LanguageModel(nnx.Module):
 
 
 @pytest.mark.usefixtures("ranks_of_a_user")
-@pytest.mark.parametrize("batch_axes", [None, 0, 1])
+@pytest.mark.parametrize("batch_axes", [None, 0, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_token_follows_its_own_prefix(batch_axes):
     """Of prompts of two tokens: one pass over what was decoded says the same; None is a plain network.
 

@@ -77,6 +77,7 @@ def test_messages():
     assert model.kernel[...].sharding.mesh == mesh
 
 
+@pytest.mark.slow
 def test_explicit_axes_change_nothing():
     """Those of `jax.make_mesh`, which ask the plain network for nothing."""
     network = mj.nn.EncoderBlock(4, 2, hidden_features=4, rngs=nnx.Rngs(0))

@@ -102,6 +102,7 @@ def test_softmax_drift_is_the_second_order_mean():
     assert_close(correction[0] / small, drift, 1e-4)
 
 
+@pytest.mark.slow
 def test_drift_against_a_million_sampled_steps():
     """(E[f(t + dt, X)] - f)/dt of 10^6 Euler steps, within 4 standard errors of the integrated drift."""
     count, dt, x = 1_000_000, 0.01, np.array([0.2, -0.3, 0.6])

@@ -119,6 +119,7 @@ class OneNoise(nnx.Module):
         return jnp.concatenate([mean, jnp.broadcast_to(self.log_noise[...], mean.shape)], axis=-1)
 
 
+@pytest.mark.slow
 def test_a_predicted_noise_that_is_constant_is_that_of_mackay():
     x = RNG.normal(size=(400, 120))  # residuals alone are a quarter too small
     y = x @ RNG.normal(size=120) / 5 + RNG.normal(size=400)
@@ -149,6 +150,7 @@ def average():
         return network, *fit(network, members=2, seed=3)
 
 
+@pytest.mark.slow
 def test_the_belief_is_about_all_weights_together(average):
     network, (model, _), receipt = average[0], average[1].members, average[2]
     now, before = (x.layers[0].kernel[...] for x in (network, hidden()))
@@ -186,6 +188,7 @@ def test_moments_of_weights_that_go_together_are_those_of_small_noise():
     assert type(model.at_means()) is nnx.Sequential
 
 
+@pytest.mark.slow
 def test_members_are_averaged(average):
     _, model, receipt = average
     assert isinstance(model, mj.nn.Mixture)

@@ -103,6 +103,7 @@ MODELS = {
     ),
     "bridged": lambda r: bridged(),
 }  # fmt: skip
+QUICK = ("repeated", "pooled", "tokens", "circular", "bridged")
 LIKELIHOODS = (Categorical, Bernoulli, Gaussian)
 
 
@@ -145,7 +146,9 @@ def flat(tree):
     return {path: getattr(belief, "belief", belief) for path, belief in beliefs.items()}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n not in QUICK)]
+)
 def test_the_curvature_is_the_exact_gauss_newton_matrix_of_every_array(name):
     """Variances; vectors whole; in the eigenbases of its partial traces the diagonal of a matrix's."""
     model, x = evaluated(MODELS[name]), X[:5].astype(jnp.float64)

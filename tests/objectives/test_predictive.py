@@ -138,7 +138,7 @@ def test_heteroscedastic_total_variance_against_sampling():
         assert np.all(np.abs(values.mean(axis=0) - exact) < 4.5 * error)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_density_of_a_target_whose_noise_is_random(size):
     rng = np.random.default_rng(3)
     mean, factor = rng.normal(size=2 * size), 0.6 * rng.normal(size=(2 * size, 2 * size))

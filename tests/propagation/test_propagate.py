@@ -72,7 +72,10 @@ def test_normalisations_are_known_by_their_values(centred):
     assert_same(*both(weights))
 
 
-@pytest.mark.parametrize(("norm_first", "structure"), [(True, mj.Separable), (False, mj.Diagonal)])
+@pytest.mark.parametrize(
+    ("norm_first", "structure"),
+    [pytest.param(True, mj.Separable, marks=pytest.mark.slow), (False, mj.Diagonal)],
+)
 def test_flax_blocks_have_the_moments_of_the_library(norm_first, structure):
     params, options = random_block(jax.random.key(0), 4, 6, 0.3), {"norm_first": norm_first}
     network = mj.nn.EncoderBlock(
@@ -432,6 +435,7 @@ def test_tokens_hidden_from_the_one_that_is_read_have_no_influence(mask):
     assert all(jax.tree.leaves(jax.tree.map(jnp.array_equal, first, second)))
 
 
+@pytest.mark.slow
 def test_a_closure_report_takes_a_receipt():
     """From cut to cut: the residual sum is one stage, for its input goes around its branch."""
     x = jax.random.normal(jax.random.key(0), (3, 3))
