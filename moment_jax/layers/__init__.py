@@ -2,11 +2,9 @@
 
 from moment_jax.covariance import Diagonal, Full, Separable
 from moment_jax.layers import diagonal, full, separable, separable_attention
-from moment_jax.layers.attention import attention, cross_attention
 from moment_jax.layers.blocks import decoder_block, encoder_block
-from moment_jax.layers.dense import activation, dense, feed_forward, gelu, matmul, relu
+from moment_jax.layers.dense import activation, dense, gelu, matmul, relu
 from moment_jax.layers.ends import embedding, mean_pool, sinusoidal_positions, softmax
-from moment_jax.layers.norm import layer_norm, rms_norm
 from moment_jax.layers.params import (
     AttentionParams,
     DecoderBlockParams,
@@ -16,6 +14,13 @@ from moment_jax.layers.params import (
     NormParams,
 )
 from moment_jax.layers.rules import RULES, Rules
+from moment_jax.layers.sublayers import (
+    attention,
+    cross_attention,
+    feed_forward,
+    layer_norm,
+    rms_norm,
+)
 
 RULES |= {
     Diagonal: Rules(diagonal.norm, diagonal.attention),

@@ -6,9 +6,7 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
-from moment_jax.layers.attention import attention_with_carry
-from moment_jax.layers.dense import Activation, feed_forward_with_carry
-from moment_jax.layers.norm import layer_norm, norm_with_carry
+from moment_jax.layers.dense import Activation
 from moment_jax.layers.params import (
     DecoderBlockParams,
     EncoderBlockParams,
@@ -17,6 +15,12 @@ from moment_jax.layers.params import (
     check_moments,
 )
 from moment_jax.layers.rules import Carry
+from moment_jax.layers.sublayers import (
+    attention_with_carry,
+    feed_forward_with_carry,
+    layer_norm,
+    norm_with_carry,
+)
 from moment_jax.xla import materialized_inputs
 
 Branch = Callable[[Array, Any], tuple[Array, Any, Carry]]

@@ -1,18 +1,16 @@
-"""Dense layers, products of random matrices (Prop. 1 and 2), activations, the feed-forward layer."""
+"""Dense layers, products of random matrices (Prop. 1 and 2), activations."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import Array
 
 from moment_jax import expectations
 from moment_jax.covariance import Covariance
-from moment_jax.expectations.activations import Formula
 from moment_jax.layers import params as checks
-from moment_jax.layers.params import DenseParams, FeedForwardParams, S, with_bias
-from moment_jax.layers.rules import Carry, rules_of
+from moment_jax.layers.params import DenseParams, S, with_bias
 from moment_jax.posterior import Point
 from moment_jax.xla import materialized_inputs
 
@@ -141,46 +139,3 @@ def _elementwise(name: str, mean: Array, cov: S, fn: Activation) -> tuple[Array,
     checks.check_moments(name, mean, cov)
     found = expectations.of(fn)(mean, cov.variance())
     return found.mean, cov.elementwise(found)
-
-
-@materialized_inputs
-def feed_forward(
-    mean: Array, cov: S, params: FeedForwardParams, *, activation: Activation
-) -> tuple[Array, S]:
-    """Moments of `activation(x @ hidden) @ output`, each dense layer with its bias.
-
-    Assumes that x and the four parameters are mutually independent.
-
-    Args (mean, cov, results and errors are those of `dense`):
-      params: beliefs about the two dense layers, (D, F) and (F, D).
-      activation: "relu", "gelu", or a JAX function of a scalar, such as `jnp.tanh`; or TypeError.
-
-    Source: Transformer derivation, section 4.6.
-    """
-    return feed_forward_with_carry(mean, cov, params, activation)[:2]
-
-
-def feed_forward_with_carry(
-    mean: Array, cov: S, params: FeedForwardParams, activation: Activation
-) -> tuple[Array, S, Carry]:
-    """`feed_forward`, and how it carries covariances with its input: see `rules`."""
-    checks.check_moments("feed_forward", mean, cov)
-    checks.check_kernel("feed_forward", mean.shape[1], params.hidden.kernel)
-    checks.check_kernel("feed_forward", params.hidden.kernel.shape[1], params.output.kernel)
-    rule = rules_of(type(cov)).feed_forward or _layer_by_layer
-    return rule(mean, cov, params, expectations.of(activation))
-
-
-def _layer_by_layer(
-    mean: Array, cov: S, params: FeedForwardParams, activation: Formula
-) -> tuple[Array, S, Carry]:
-    """The rule of structures without one of their own: `dense`, the activation, `dense`."""
-    hidden, hidden_cov = dense(mean, cov, params.hidden)
-    moments = activation(hidden, hidden_cov.variance())
-    out, out_cov = dense(moments.mean, hidden_cov.elementwise(moments), params.output)
-
-    def carry(cross: Any) -> Any:
-        cross = cross.map_features(params.hidden.kernel.mean).rescale(moments.gain)
-        return cross.map_features(params.output.kernel.mean)
-
-    return out, out_cov, carry

@@ -11,9 +11,9 @@ import numpy as np
 
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt
 from moment_jax.covariance.token_gram import pool_seen
-from moment_jax.layers.attention import attention_with_carry
 from moment_jax.layers.dense import dense
 from moment_jax.layers.params import AttentionParams, DenseParams
+from moment_jax.layers.sublayers import attention_with_carry
 from moment_jax.posterior import Factorized, OutputShared, Point
 from moment_jax.propagation import arrays, regions
 from moment_jax.propagation.arrays import Axes, Moments, Places

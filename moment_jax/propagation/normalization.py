@@ -13,8 +13,8 @@ from jax import Array
 from moment_jax.covariance.numerics import correlation_of, safe_sqrt
 from moment_jax.expectations import softmax_expansion, softmax_jacobian
 from moment_jax.layers.ends import softmax
-from moment_jax.layers.norm import norm_with_carry
 from moment_jax.layers.params import NormParams
+from moment_jax.layers.sublayers import norm_with_carry
 from moment_jax.posterior import Point
 from moment_jax.propagation import arrays, regions
 from moment_jax.propagation.arrays import Axes, Moments, Sequence

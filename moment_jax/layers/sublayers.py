@@ -1,0 +1,230 @@
+"""A block's sublayers: layer normalisation (Prop. 4), multi-head attention, the feed-forward layer.
+
+Each has a public function, and one that also returns how it carries covariances with its input: see
+`rules`. They check what came; what they do with it is the rule of the structure.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from moment_jax import expectations
+from moment_jax.covariance import Covariance
+from moment_jax.expectations.activations import Formula
+from moment_jax.layers import params as checks
+from moment_jax.layers.dense import Activation, dense
+from moment_jax.layers.params import AttentionParams, FeedForwardParams, NormParams, S, with_bias
+from moment_jax.layers.rules import Attending, Carry, rules_of
+from moment_jax.posterior import Point
+from moment_jax.xla import materialized_inputs
+
+
+@materialized_inputs
+def layer_norm(
+    mean: Array, cov: S, params: NormParams, *, epsilon: float = 1e-6, order: int = 2
+) -> tuple[Array, S]:
+    """Moments of gain * (x - avg(x)) / sqrt(var(x) + epsilon) + bias, token by token.
+
+    The covariance passes through the full Jacobian (I - 11^T/D - n n^T/D) / sqrt(q), n the normalised
+    mean, because a token's average and deviation depend on x. With order 2 the deviation is taken at
+    the expected sample variance q = Var_d(E[x]) + tr(P Cov P)/D + epsilon, P = I - 11^T/D, and the mean
+    has its second-order correction. With order 1 both are first-order Taylor at the mean.
+
+    Assumes that x, the gain and the bias are mutually independent, and x Gaussian (order 2).
+    `Separable` also assumes that normalising keeps the correlation between tokens.
+
+    Args (mean, cov, results and errors are those of `dense`):
+      params: beliefs about the gain (D,) and the bias (D,); each may be None.
+      epsilon: added to the variance over the features, as in Flax; not negative.
+      order: 1 or 2.
+
+    Source: Transformer derivation, section 4.5 and Prop. 4, with the standard deviation instead of the
+    variance, the full Jacobian and the expected sample variance.
+    """
+    return norm_with_carry(mean, cov, params, epsilon, order)[:2]
+
+
+@materialized_inputs
+def rms_norm(
+    mean: Array, cov: S, params: NormParams, *, epsilon: float = 1e-6, order: int = 2
+) -> tuple[Array, S]:
+    """Moments of gain * x / sqrt(avg(x^2) + epsilon) + bias, token by token.
+
+    Arguments, results and assumptions are those of `layer_norm`; nothing is centred.
+
+    >>> import jax.numpy as jnp, moment_jax as mj
+    >>> mean, cov = mj.rms_norm(2 * jnp.eye(2), mj.Diagonal.zeros((2, 2)), mj.NormParams())
+    >>> print(mean.round(3)[0])
+    [1.414 0.   ]
+    """
+    return norm_with_carry(mean, cov, params, epsilon, order, centres=False)[:2]
+
+
+def norm_with_carry(
+    mean: Array, cov: S, params: NormParams, epsilon: float, order: int, *, centres: bool = True
+) -> tuple[Array, S, Carry]:
+    """`layer_norm` or `rms_norm`, and how it carries covariances."""
+    name = "layer_norm" if centres else "rms_norm"
+    checks.check_moments(name, mean, cov)
+    checks.check_order(name, order)
+    if not isinstance(epsilon, jax.core.Tracer) and epsilon < 0:
+        raise ValueError(
+            f"`{name}` needs epsilon >= 0. Got {epsilon}. It is added to the variance; Flax uses 1e-6."
+        )
+    gain, d = params.scale, mean.shape[1]
+    checks.check_vector(name, "scale", d, gain)
+    checks.check_vector(name, "bias", d, params.bias)
+    rule = rules_of(type(cov)).norm
+    mean, normal, carry = rule(mean, cov, epsilon=epsilon, order=order, centres=centres)
+    if gain is None:
+        return params.mean_output(mean), with_bias(normal, params.bias), carry
+    rows = gain.mean[None, :]
+    cov = normal.rescale(rows)
+    if not isinstance(gain, Point):
+        cov = cov.add(normal.gain_noise(mean, gain.vector_cov()))
+    cov = with_bias(cov, params.bias)
+    return params.mean_output(mean), cov, lambda cross: carry(cross).rescale(rows)
+
+
+@materialized_inputs
+def attention(
+    mean: Array, cov: S, params: AttentionParams, *, num_heads: int, mask: Array | None = None,
+    order: int = 2,
+) -> tuple[Array, S]:  # fmt: skip
+    """Moments of multi-head self-attention, softmax(q k^T / sqrt(K)) v and the output projection.
+
+    Scores are correlated across queries as well as keys, because all tokens share the weight noise. Each
+    structure keeps what it can of that, and of the input x that queries, keys and values share: `Full`
+    keeps it everywhere; `Separable` in the means E[scores] and E[weights v], `Diagonal` in E[scores].
+    Order 1 leaves it out of the means. The score noise of different heads is independent, except in
+    `Full`.
+
+    Assumes that x and the four weight matrices are independent of each other.
+
+    Args (mean, cov, results and errors are those of `dense`):
+      params: beliefs about the kernels (D, H K) of query, key and value and (H K, D) of the output.
+      num_heads: H, a divisor of their width.
+      mask: (T, T), (1, T) for all queries, or (H, T, T) boolean, True where a query (row) may look at a
+        key (column). Masked keys get a weight of exactly zero, a query with no key left a zero output.
+      order: 1 (Taylor at the mean, as derived) or 2.
+
+    With a mask, the feature Gram matrix of `Separable` is from here on that of the tokens which no query
+    is denied.
+
+    Source: Transformer derivation, sections 4.2 to 4.4.
+    """
+    return attention_with_carry(mean, cov.seen_by(mask), params, num_heads, mask, order)[:2]
+
+
+@materialized_inputs
+def cross_attention(
+    mean: Array, cov: S, memory_mean: Array, memory_cov: S, params: AttentionParams, *,
+    num_heads: int, mask: Array | None = None, order: int = 2,
+) -> tuple[Array, S]:  # fmt: skip
+    """Moments of multi-head attention of a random sequence x to a random memory.
+
+    Queries come from x, keys and values from the memory. What keys and values share through the memory
+    is kept as in `attention`.
+
+    Assumes that x, the memory and the four weight matrices are mutually independent. In a decoder this
+    holds for the first block only; in later ones x depends on the memory.
+
+    Args (the others, the results and the errors are those of `attention`):
+      memory_mean: mean of the memory, (S, E).
+      memory_cov: its covariance, of shape (S, E), in the structure of `cov`; TypeError in another.
+      params: beliefs about the kernels (D, H K) of query, (E, H K) of key and value, (H K, D) of the
+        output.
+      mask: (T, S), (1, S) or (H, T, S) boolean, True where a query may look.
+
+    Source: Transformer derivation, sections 1.1 and 4.2 to 4.4.
+    """
+    memory = memory_mean, memory_cov.seen_by(mask, memory=True)
+    return attention_with_carry(mean, cov, params, num_heads, mask, order, memory=memory)[:2]
+
+
+def attention_with_carry(
+    mean: Array, cov: S, params: AttentionParams, num_heads: int, mask: Array | None, order: int, *,
+    memory: tuple[Array, Covariance] | None = None,
+    turns: tuple[Array | None, Array | None] = (None, None),
+) -> tuple[Array, S, Carry]:  # fmt: skip
+    """`attention`, or `cross_attention` with a memory, and how it carries covariances.
+
+    `turns` multiplies each token's queries and keys by a matrix (T, K, K): rotary positions.
+    """
+    name = "attention" if memory is None else "cross_attention"
+    checks.check_moments(name, mean, cov)
+    checks.check_order(name, order)
+    source, source_cov = (mean, cov) if memory is None else memory
+    if memory is not None:
+        checks.check_moments("cross_attention's memory", source, source_cov)
+        if type(source_cov) is not type(cov):
+            raise TypeError(
+                f"`{name}` needs x and the memory in one structure. Got {type(cov).__name__} and "
+                f"{type(source_cov).__name__}. Use {type(cov).__name__}.project(cov.to_dense()), or "
+                "one structure for encoder and decoder."
+            )
+    checks.check_kernel(name, mean.shape[1], params.query.kernel)
+    for projection in (params.key, params.value):
+        checks.check_kernel(name, source.shape[1], projection.kernel)
+    widths = [p.kernel.shape[1] for p in (params.query, params.key, params.value)]
+    checks.check_heads(name, num_heads, *widths)
+    if len(set(widths)) > 1:
+        raise ValueError(
+            f"`{name}` needs query, key and value kernels of one width (D, H K). Got widths {widths}. "
+            "Use the same H K for all three."
+        )
+    checks.check_kernel(name, widths[2], params.output.kernel)
+    queries, keys = len(mean), len(source)
+    what = "(queries, keys), (1, keys) or (heads, queries, keys), True where a query may look"
+    whole = num_heads, queries, keys
+    checks.check_mask(name, what, mask, whole[1:], (1, keys), whole)
+    if mask is not None:
+        source_cov.check_mask(name, mask)
+        mask = jnp.broadcast_to(mask, whole)
+    attending = Attending(num_heads, mask, order, turns)
+    return rules_of(type(cov)).attention(mean, cov, memory, params, attending)
+
+
+@materialized_inputs
+def feed_forward(
+    mean: Array, cov: S, params: FeedForwardParams, *, activation: Activation
+) -> tuple[Array, S]:
+    """Moments of `activation(x @ hidden) @ output`, each dense layer with its bias.
+
+    Assumes that x and the four parameters are mutually independent.
+
+    Args (mean, cov, results and errors are those of `dense`):
+      params: beliefs about the two dense layers, (D, F) and (F, D).
+      activation: "relu", "gelu", or a JAX function of a scalar, such as `jnp.tanh`; or TypeError.
+
+    Source: Transformer derivation, section 4.6.
+    """
+    return feed_forward_with_carry(mean, cov, params, activation)[:2]
+
+
+def feed_forward_with_carry(
+    mean: Array, cov: S, params: FeedForwardParams, activation: Activation
+) -> tuple[Array, S, Carry]:
+    """`feed_forward`, and how it carries covariances."""
+    checks.check_moments("feed_forward", mean, cov)
+    checks.check_kernel("feed_forward", mean.shape[1], params.hidden.kernel)
+    checks.check_kernel("feed_forward", params.hidden.kernel.shape[1], params.output.kernel)
+    rule = rules_of(type(cov)).feed_forward or _layer_by_layer
+    return rule(mean, cov, params, expectations.of(activation))
+
+
+def _layer_by_layer(
+    mean: Array, cov: S, params: FeedForwardParams, activation: Formula
+) -> tuple[Array, S, Carry]:
+    """The rule of structures without one of their own: `dense`, the activation, `dense`."""
+    hidden, hidden_cov = dense(mean, cov, params.hidden)
+    moments = activation(hidden, hidden_cov.variance())
+    out, out_cov = dense(moments.mean, hidden_cov.elementwise(moments), params.output)
+
+    def carry(cross: Any) -> Any:
+        cross = cross.map_features(params.hidden.kernel.mean).rescale(moments.gain)
+        return cross.map_features(params.output.kernel.mean)
+
+    return out, out_cov, carry
