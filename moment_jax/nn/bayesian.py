@@ -221,6 +221,7 @@ class Bayesian(plain.Module):
             that is random is given as its moments, (mean, cov), independent of the weights.
           options: the network's keyword arguments, shared by all examples.
         """
+        plain.check_inputs(inputs, self.batch_axes, self.structure)
         return compiled_pass(self, inputs, options)
 
     def predict(self, *inputs: Any, batch_size: int = 256, **options: Any) -> Any:
@@ -230,6 +231,7 @@ class Bayesian(plain.Module):
         `mean`, `sd`, `interval(.9)` of real values, and `log_prob(y)` and `sample(key)` of both.
         """
         self._needs_likelihood("predict")
+        plain.check_inputs(inputs, self.batch_axes, self.structure)
         return predicted(self, inputs, options, batch_size, self.batch_axes)
 
     def elbo(
@@ -343,7 +345,6 @@ class Bayesian(plain.Module):
     def _moments(self, inputs: tuple[Any, ...], options: Any, *, receipt: bool = False) -> Any:
         axes, beliefs = self.batch_axes, self.beliefs
         means = tuple(x[0] if is_random_input(x) else x for x in inputs)
-        plain.check_inputs(inputs, axes, self.structure)
         if not self.owned:
             output = self._network(beliefs)(*means, **options)
             lead, shape = output.shape[:axes], (1, 1, *output.shape[axes:])
