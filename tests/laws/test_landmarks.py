@@ -108,21 +108,30 @@ def test_padding_has_no_influence():
 
 
 @pytest.mark.slow
-def test_batch_and_gradient():
-    def loss(leaves):
-        return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(leaves))
+def test_a_batch_is_a_loop():
+    many = jax.jit(jax.vmap(moments, (0, None)))(jnp.stack([OTHER, MEAN]), VALID)
+    jax.tree.map(lambda each, one: assert_close(each[0], one), many, moments(OTHER, VALID))
+
+
+@pytest.mark.slow
+def test_gradient_of_attention():
+    """Whose formulas are those with Gram matrices at landmarks."""
+
+    def loss(x):
+        cov = mj.Separable.independent(0.1 + x**2)
+        cov = mj.Separable.unchecked(
+            cov.variances, at_landmarks(cov.tokens, COUNT), cov.features, VALID.astype(x.dtype)
+        )
+        found = mj.attention(x, cov, BLOCK.attention, num_heads=2, mask=VALID[None])
+        return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(found))
 
     step = 1e-5 * OTHER
-
-    @jax.jit
-    def both(batch):
-        many = jax.vmap(moments, (0, None))(batch, VALID)
-        return many, jax.vmap(loss)(many), jax.grad(lambda x: loss(moments(x, VALID)))(MEAN)
-
-    many, losses, slopes = both(jnp.stack([OTHER, MEAN + step, MEAN - step]))
-    jax.tree.map(lambda each, one: assert_close(each[0], one), many, moments(OTHER, VALID))
+    both = jax.jit(
+        lambda: (jax.grad(loss)(MEAN), jax.lax.map(loss, jnp.stack([MEAN + step, MEAN - step])))
+    )
+    slopes, (after, before) = both()
     assert jnp.all(jnp.isfinite(slopes))
-    assert_close(np.vdot(slopes, OTHER), (losses[1] - losses[2]) / 2e-5, 1e-6)
+    assert_close(np.vdot(slopes, OTHER), (after - before) / 2e-5, 1e-6)
 
 
 def test_what_does_not_fit_says_so():
