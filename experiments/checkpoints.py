@@ -13,6 +13,8 @@ from experiments.stopping import WRITING
 
 T = TypeVar("T")
 
+SPARE = 2**20  # bytes of a disk that are left free
+
 
 def run_folder(args: argparse.Namespace) -> Path:
     """Create the run's --out folder if needed and return it."""
@@ -50,9 +52,13 @@ class Checkpoints(ocp.CheckpointManager):
 
     def keep(self, step: int, state: Any) -> None:
         """Save the state after `step` updates, and the settings."""
-        args = ocp.args.StandardSave(state)
+        needed = sum(x.nbytes for x in jax.tree.leaves(state))
         try:
+            if shutil.disk_usage(self.directory).free < 2 * needed + SPARE:
+                # Orbax's own threads would print a page.
+                raise OSError(f"{needed / 1e6:.2g} MB do not fit")
             with WRITING:
+                args = ocp.args.StandardSave(state)
                 self.save(step, args=args, custom_metadata=self.settings, force=True)
         except (OSError, ValueError) as error:  # TensorStore's are of both kinds
             raise InputError(
