@@ -41,10 +41,10 @@ def pytest_configure(config):
     jax.config.update("jax_compilation_cache_dir", os.environ[_CACHE])
 
 
-def pytest_collection_modifyitems(config, items):
-    """Guides are slow: their examples compile whole networks. README.md is in the fast part."""
+def pytest_collection_modifyitems(items):
+    """READMEs are slow: their examples compile whole networks."""
     for item in items:
-        if item.path.name == "README.md" and item.path.parent != config.rootpath:
+        if item.path.name == "README.md":
             item.add_marker(pytest.mark.slow)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,10 +17,15 @@ KEYS = iter(jax.random.split(jax.random.key(0), 40))
 
 
 def belief(*shape, mean=None):
-    center = jax.random.normal(next(KEYS), shape) / shape[0] ** 0.5 if mean is None else mean
-    center = jnp.asarray(center, float)
-    spread = 0.15 * jnp.sqrt(jnp.mean(center**2) + 1e-3)
-    return mj.posterior.Factorized(center, jnp.full(center.shape, spread**2))
+    if mean is None:
+        mean = drawn(next(KEYS), shape)
+    mean = np.asarray(mean, float)
+    return mj.posterior.Factorized(mean, np.full_like(mean, 0.15**2 * (np.mean(mean**2) + 1e-3)))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def drawn(key, shape):
+    return jax.random.normal(key, shape) / shape[0] ** 0.5
 
 
 WEIGHTS = {

@@ -19,6 +19,11 @@ STRUCTURES = [mj.Diagonal, mj.Separable, mj.Full]
 
 
 def belief(seed: int, *shape: int, scale: float = 0.1) -> mj.posterior.Factorized:
+    return drawn(seed, shape, scale)
+
+
+@partial(jax.jit, static_argnums=1)
+def drawn(seed, shape, scale):
     mean_key, key = jax.random.split(jax.random.key(seed))
     mean = jax.random.normal(mean_key, shape) / shape[0] ** 0.5
     return mj.posterior.Factorized(mean, scale**2 * jax.random.uniform(key, shape))
