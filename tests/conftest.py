@@ -41,10 +41,10 @@ def pytest_configure(config):
     jax.config.update("jax_compilation_cache_dir", os.environ[_CACHE])
 
 
-def pytest_collection_modifyitems(items):
-    """READMEs are slow: their examples compile whole networks."""
+def pytest_collection_modifyitems(config, items):
+    """Examples of READMEs and docstrings are slow: they compile whole networks."""
     for item in items:
-        if item.path.name == "README.md":
+        if config.rootpath / "tests" not in item.path.parents:
             item.add_marker(pytest.mark.slow)
 
 

@@ -128,6 +128,7 @@ def test_a_predicted_noise_that_is_constant_is_that_of_mackay():
     np.testing.assert_allclose(jnp.exp(member(x).mean[:, 1]), known, rtol=0.05)
 
 
+@pytest.mark.slow
 def test_noise_of_the_input_in_any_units():
     x = RNG.uniform(-1, 1, size=(300, 1))
     y = 50 + 30 * x[:, 0] + 5 * np.exp(x[:, 0]) * RNG.normal(size=300)
@@ -225,6 +226,7 @@ def test_classes(likelihood):
     assert receipt.history[-1][1] < receipt.history[0][1]
 
 
+@pytest.mark.slow
 def test_a_known_noise_ten_rows_and_constant_inputs():
     x = np.concatenate([X[:10, :2], np.full((10, 1), 7.0)], axis=1)
     model, receipt = fit(linear(2), mj.Gaussian(0.04), (x, Y[:10]))

@@ -49,6 +49,7 @@ def test_noise_is_learned_and_in_every_prediction():
     assert np.allclose(model.log_prob(X, y), density[:, 0], atol=1e-3)
 
 
+@pytest.mark.slow
 def test_columns_of_any_unit_give_intervals_that_hold_as_many_targets_as_they_say():
     units, rng = np.array([1e3, 1e-3, 1.0]), np.random.default_rng(1)
     x = rng.normal(size=(700, 3))

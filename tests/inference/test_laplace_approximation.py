@@ -207,6 +207,7 @@ def test_other_parameters_than_those_of_the_filter_are_certain():
         np.testing.assert_allclose(both[name]["kernel"].cov, whole[name]["kernel"].cov, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_evidence_is_highest_at_the_chosen_precision_and_batches_do_not_matter():
     model = evaluated(MyMLP)
     data = X, jnp.sin(X[:, :2])
@@ -325,6 +326,7 @@ def test_a_vision_transformer_as_users_write_it():
         assert not linearised or jnp.allclose(moments.mean, logits[:1], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_model_predicts_and_its_network_is_that_of_the_user():
     for outputs, likelihood, y in (
         (2, Gaussian(), jnp.sin(X[:, :2])),
