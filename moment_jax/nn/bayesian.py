@@ -219,7 +219,8 @@ class Bayesian(plain.Module):
         Args:
           inputs: the network's arguments, with `batch_axes` leading axes, all of which have them. One
             that is random is given as its moments, (mean, cov), independent of the weights.
-          options: the network's keyword arguments, shared by all examples.
+          options: the network's keyword arguments, shared by all examples. Outside compiled code they
+            are constants of the program: each new value, of a mask say, compiles again.
         """
         plain.check_inputs(inputs, self.batch_axes, self.structure)
         return compiled_pass(self, inputs, options)

@@ -3,10 +3,12 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +119,18 @@ def test_ctrl_c_or_an_error_stops_all_that_train_together(tmp_path, capfd, happe
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     saved = {path.parent.name for path in tmp_path.glob("*/*") if path.name.isdigit()}
     assert saved >= ({"other"} if happens is fail else {"one", "other"})
+
+
+def test_a_checkpoint_that_does_not_fit_is_told_before_it_is_written(tmp_path, monkeypatch):
+    state = {"x": jnp.ones(10)}
+    with Checkpoints(tmp_path, {}, resume=False) as store:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=2**19))
+        with pytest.raises(InputError, match=r"update 1 .* MB do not fit.* with room"):
+            store.keep(1, state)
+        assert store.latest_step() is None
+        monkeypatch.undo()
+        store.keep(1, state)
+        assert store.latest_step() == 1
 
 
 def test_a_file_is_whole_or_not_there(tmp_path):

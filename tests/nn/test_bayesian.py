@@ -45,6 +45,22 @@ def assert_same(a, b, tolerance=1e-12):
     jax.tree.map(lambda x, y: assert_close(x, y, tolerance), a, b)
 
 
+def test_outside_compiled_code_a_call_is_one_program_that_takes_any_beliefs():
+    traced = []
+
+    class Seen(Net):
+        def __call__(self, x):
+            traced.append(x)
+            return super().__call__(x)
+
+    model = mj.Bayesian(Seen(nnx.Rngs(0)), structure=mj.Diagonal)
+    first, count = model(X), len(traced)
+    assert count > 0
+    assert_same(model(X), first)
+    assert (model.scaled(2.0)(X).sd > first.sd).all()
+    assert len(traced) == count
+
+
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
 def test_moments_have_the_networks_shapes(structure):
     for network, x in ((net(), X), (nnx.Linear(6, 3, rngs=nnx.Rngs(0)), TOKENS)):
