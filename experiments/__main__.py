@@ -15,7 +15,6 @@ from experiments.stopping import INTERRUPTED, StopRequest
 COMMANDS = {
     "digits": "train a Bayesian vision Transformer on handwritten digits (the main job)",
     "accuracy": "compare analytic moments with the sampled truth, of trained networks or case files",
-    "closure": "tell apart what a structure cannot hold and what a transform gets wrong",
     "price": "time, memory, compilation and program of every structure, on this machine",
     "classify": "a Bayesian vision Transformer against ensembles, dropout and Laplace",
     "intents": "tell the intents of texts, and texts that have none (CLINC150's files)",

@@ -9,5 +9,4 @@ from moment_jax.propagation import (  # importing them registers their rules
 )
 from moment_jax.propagation.errors import PropagationError, Step
 from moment_jax.propagation.propagator import propagate, propagation_rule
-from moment_jax.propagation.regions import Receipt
 from moment_jax.propagation.weights import linearised

@@ -20,9 +20,9 @@ from moment_jax.covariance.token_gram import pool_read
 from moment_jax.posterior import Factorized, Posterior
 from moment_jax.propagation import arrays, errors, graph
 from moment_jax.propagation.arrays import Axes, Base, Moments
-from moment_jax.propagation.errors import PropagationError, Step, shapes
+from moment_jax.propagation.errors import PropagationError, Step, Steps, shapes
 from moment_jax.propagation.graph import Node, Recorder, Value
-from moment_jax.propagation.regions import Receipt, reads, weights_of
+from moment_jax.propagation.regions import reads, weights_of
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import materialized_inputs
 
@@ -257,14 +257,13 @@ def propagate(
       landmarks: tokens at which `Separable` keeps the covariance of a long sequence, see
         `Separable.zeros`; with a causal mask, all of them.
       receipt: also return the list of operations, each with its rule and assumption; outside of jax.jit.
-        `mj.reference.closure_report` takes this list.
 
     Returns:
       A function of `params`, a pytree with a `Posterior` for each random array and arrays elsewhere,
       and of the inputs: arrays, or a random one as (mean, cov), with cov that of the mean as a sequence
       (T, D). Loops over stacked weights and `jax.checkpoint` are kept, but for receipts. It returns the
       output's mean and covariance as a sequence (T, D): the last axis holds the features, all others
-      the tokens; an output (D,) is one token. With `receipt` also a `Receipt`, a list of `Step`.
+      the tokens; an output (D,) is one token. With `receipt` also the list of `Step`s.
 
     Raises:
       PropagationError: if an operation has no rule; names the line it came from.
@@ -289,7 +288,7 @@ def propagate(
     def propagated(params: Any, *inputs: Any) -> Any:
         propagator = Propagator(structure, landmarks, unrolls=receipt)
         mean, cov = materialized_inputs(_run)(propagator, fn, params, inputs)
-        return (mean, cov, Receipt(propagator)) if receipt else (mean, cov)
+        return (mean, cov, Steps(propagator.steps.values())) if receipt else (mean, cov)
 
     return propagated
 

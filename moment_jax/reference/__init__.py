@@ -4,7 +4,6 @@
 (T, D, T, D), and correct the printed ones, some of which are kept as `*_as_printed`.
 """
 
-from moment_jax.reference.closure import Agreement, ClosureRow, closure_report
 from moment_jax.reference.propositions import (
     proposition1,
     proposition2,
@@ -13,7 +12,7 @@ from moment_jax.reference.propositions import (
     proposition4,
     proposition4_as_printed,
 )
-from moment_jax.reference.sampling import MonteCarloMoments, monte_carlo
+from moment_jax.reference.sampling import Agreement, MonteCarloMoments, monte_carlo
 from moment_jax.reference.transformer import (
     DenseMoments,
     attention,
@@ -28,7 +27,7 @@ from moment_jax.reference.transformer import (
 )
 
 __all__ = [
-    "Agreement", "ClosureRow", "DenseMoments", "MonteCarloMoments", "attention", "closure_report",
+    "Agreement", "DenseMoments", "MonteCarloMoments", "attention",
     "dense", "dense_moments", "encoder_block", "feed_forward", "feed_forward_cross_cov",
     "layer_norm", "monte_carlo", "proposition1", "proposition2", "proposition2_as_printed",
     "proposition3", "proposition4", "proposition4_as_printed", "relu", "softmax",

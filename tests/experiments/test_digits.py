@@ -17,7 +17,7 @@ import optax
 import pytest
 from flax import nnx
 
-from experiments import closure, data
+from experiments import data
 from experiments.__main__ import main
 from experiments.checkpoints import Checkpoints
 from experiments.command_line import InputError, PartError
@@ -210,15 +210,3 @@ def test_brownian_of_the_main_job(main_job, tmp_path, capsys):
     assert np.isfinite(metrics["heads"]["importance"]["elbo_change"]).all()
     for name in ("attention.png", "heads.png", "increments.png"):
         assert (tmp_path / name).stat().st_size > 10_000
-
-
-@pytest.mark.slow
-def test_closure_of_the_main_job(main_job, tmp_path):
-    file = tmp_path / "a.json"
-    small = ["--images", "1", "--samples", "200", "--structure", "Diagonal", "--json", str(file)]
-    assert main(["closure", "--run", str(main_job[0]), *small]) == 0
-    first, *_, last = json.loads(file.read_text())
-    assert first["stage"].startswith("weights ")  # the last block's gain: what is before is certain
-    assert last["stage"].startswith("bias ")  # of the head
-    assert first["closure"]["sd_error"] < 1e-3  # no boundary has lost anything yet
-    assert all(np.isfinite(last[kind]["sd_ratio"]) for kind in closure.KINDS)

@@ -53,36 +53,3 @@ def test_a_random_block(block, x, truth):
     assert 0.97 < agreement.sd_ratio < 1.03, agreement
     # The sampled mean's own error is 1 / sqrt(SAMPLES) = 0.016 sd.
     assert agreement.mean_error < 0.016 + 0.015, agreement
-
-
-def test_closure_tells_structures_apart(block, beliefs, x):
-    """Structures that drop nothing lose nothing; rows come stage by stage."""
-
-    def stage(method, *names):
-        def fn(arrays, x):
-            return method(filled(nnx.clone(block), arrays), x)
-
-        fn.__name__ = method.__name__
-        return fn, {name: beliefs[name] for name in names}
-
-    def attend(block, x):
-        return block.sublayer(x, block.norm1, block.attention)
-
-    def feed_forward(block, x):
-        return block.sublayer(x, block.norm2, block.transform)
-
-    stages = [stage(attend, "attention", "norm1"), stage(feed_forward, "hidden", "output", "norm2")]
-    structures = [mj.Diagonal, mj.Separable, mj.Full]
-    with jax.numpy_rank_promotion("allow"):
-        rows = mj.reference.closure_report(stages, x, structures, jax.random.key(3), 1000)
-    assert [row.stage for row in rows[::3]] == ["0 attend", "1 feed_forward"]
-    assert [row.structure for row in rows[:3]] == [s.__name__ for s in structures]
-    last = {row.structure: row for row in rows[3:]}
-    noise = 3 / 2000**0.5
-    for name in ("Full", "Separable"):
-        assert abs(last[name].closure.sd_ratio - 1) < noise
-        assert abs(last[name].library.sd_ratio - 1) < noise
-        assert abs(last[name].layer.sd_ratio - 1) < noise
-    assert last["Diagonal"].library.sd_ratio < 0.9
-    with pytest.raises(ValueError, match="one input"):
-        mj.reference.closure_report(stages, x[None], structures, jax.random.key(3))

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
-from moment_jax.reference.closure import Agreement
+from moment_jax.reference import Agreement
 from tests.builders import assert_close
 
 CODES, TOKENS, SIZE = 5, 4, 4

@@ -440,20 +440,6 @@ def test_tokens_hidden_from_the_one_that_is_read_have_no_influence(mask):
     assert all(jax.tree.leaves(jax.tree.map(jnp.array_equal, first, second)))
 
 
-@pytest.mark.slow
-def test_a_closure_report_takes_a_receipt():
-    """From cut to cut: the residual sum is one stage, for its input goes around its branch."""
-    x = jax.random.normal(jax.random.key(0), (3, 3))
-    *_, steps = mj.propagate(perceptrons, receipt=True)(WEIGHTS, x)
-    rows = mj.reference.closure_report(steps, x, [mj.Full], jax.random.key(1), 1000)
-    assert [row.stage.split()[0] for row in rows] == ["dense", "residual"]
-    assert all("test_propagate.py" in row.stage for row in rows)
-    for row in rows:
-        for agreement in (row.closure, row.library, row.layer):
-            assert abs(agreement.sd_ratio - 1) < 0.06
-            assert agreement.mean_error < 0.15
-
-
 def test_a_receipt_tells_rule_and_line():
     weights, x = {"w": belief(0, 3, 8), "v": belief(1, 8, 5)}, jnp.ones((4, 3))
     fn = mj.propagate(
