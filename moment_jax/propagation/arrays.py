@@ -6,6 +6,7 @@ And primitives, evaluated on certain arrays and on the places of random entries.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -47,6 +48,7 @@ class View:
 
 
 Carry = Callable[[Any], Any]  # Cov[u, input] -> Cov[u, output] for any u; None is zero
+Compute = Callable[[], tuple[Any, ...]]  # -> mean (T, D), cov, and a `Carry` for each parent
 _count = itertools.count()
 
 
@@ -57,20 +59,30 @@ def as_it_is(cross: Any) -> Any:
 
 @dataclasses.dataclass(eq=False)
 class Base:
-    """A random sequence (T, D), and how it depends on others, linearised."""
+    """A random sequence (T, D): planned by its shape, computed when its numbers are asked for."""
 
-    mean: Array
-    cov: Any
-    parents: tuple[tuple[Sequence, Carry], ...] | None  # None if unknown
+    shape: tuple[int, ...]
+    compute: Compute
+    parents: tuple[Sequence, ...] | None = ()  # None if it is unknown how it depends on them
     node: Any = None  # of the graph, whose moments these are first
+    finish: Callable[[Any], Any] = as_it_is  # its covariance at landmarks, and pooled
     index: int = dataclasses.field(default_factory=lambda: next(_count))
+
+    @functools.cached_property
+    def numbers(self) -> tuple[Array, Any, list[Carry]]:
+        """Mean, covariance, and how it carries covariances with each parent."""
+        mean, cov, *carries = self.compute()
+        return mean, self.finish(cov), carries
+
+    @functools.cached_property
+    def dtype(self) -> Any:
+        """Of its numbers, without computing them."""
+        kinds = [x.base.dtype for x in self.parents or ()]
+        return jnp.result_type(*kinds) if kinds else self.compute()[0].dtype
 
     def at(self, order: Places, tokens: Axes = (), features: Axes = ()) -> Sequence:
         """The sequence of its entries at these places, (T, D)."""
-        found = self.mean, self.cov
-        if not in_order(order, self.mean.shape):
-            found = take(self.mean, order), take_cov(self.cov, order)
-        return Sequence(*found, tokens, features, self, order)
+        return Sequence(self, order, tokens, features)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,25 +97,19 @@ class Moments(View):
     places: Places  # of each entry of the array in the sequence
     known: dict[Any, Sequence] = dataclasses.field(default_factory=dict, init=False)
 
-    @property
-    def mean(self) -> Array:
-        """That of the sequence, (T, D)."""
-        return self.base.mean
-
-    @property
-    def cov(self) -> Any:
-        """That of the sequence."""
-        return self.base.cov
-
     def array(self) -> Array:
         """Mean of the array."""
-        return take(self.mean, self.places)
+        return take(self.base.numbers[0], self.places)
+
+    def variance(self) -> Array:
+        """Variances of the array."""
+        return take(self.base.numbers[1].variance(), self.places)
 
     def axes(self) -> tuple[Axes, Axes]:
         """The array's token axes and feature axes; an axis along which both change is a feature axis."""
         by_token, by_feature = (
             [i for i in range(self.ndim) if (x.take(range(min(1, x.shape[i])), i) != x).any()]
-            for x in np.divmod(self.places, self.mean.shape[1])
+            for x in np.divmod(self.places, self.base.shape[1])
         )
         return tuple(i for i in by_token if i not in by_feature), tuple(by_feature)
 
@@ -128,37 +134,67 @@ class Moments(View):
 class Sequence:
     """A random array as tokens by features, and the axes along which these lie."""
 
-    mean: Array  # (T, D)
-    cov: Any  # a covariance of the same shape
-    tokens: Axes
-    features: Axes
     base: Base
     order: Places  # of its entries in the base, (T, D)
+    tokens: Axes = ()
+    features: Axes = ()
+
+    @functools.cached_property
+    def moments(self) -> tuple[Array, Any]:
+        """Mean (T, D) and covariance, computed."""
+        mean, cov, _ = self.base.numbers
+        if in_order(self.order, self.base.shape):
+            return mean, cov
+        return take(mean, self.order), take_cov(cov, self.order)
+
+    @property
+    def mean(self) -> Array:
+        """(T, D)."""
+        return self.moments[0]
+
+    @property
+    def cov(self) -> Any:
+        """A covariance of the same shape."""
+        return self.moments[1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(T, D)."""
+        return self.order.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Of its numbers."""
+        return self.base.dtype
 
     @property
     def axes(self) -> tuple[Axes, Axes]:
         """The token axes and the feature axes."""
         return self.tokens, self.features
 
-    def changed(self, mean: Array, cov: Any, shape: Any, carry: Carry | None) -> Moments:
+    def same(self, other: Sequence) -> bool:
+        """Whether both are one array."""
+        return self.base is other.base and np.array_equal(self.order, other.order)
+
+    def made(self, compute: Compute, shape: Any, width: int | None = None) -> Moments:
         """An array of this shape, with the same axes, made of this one alone."""
-        parents = None if carry is None else ((self, carry),)
-        return Moments(Base(mean, cov, parents), ordered(shape, *self.axes))
+        t, d = self.shape
+        base = Base((t, width or d), compute, (self,))
+        return Moments(base, ordered(shape, *self.axes))
 
     def arranged(self, cross: Any) -> Any:
         """Cov[u, this sequence], given Cov[u, base]; None where the structure cannot hold it."""
-        shape = self.base.mean.shape
-        if in_order(self.order, shape):
+        if in_order(self.order, self.base.shape):
             return cross
-        rows, columns = table(self.order, shape[1])
+        rows, columns = table(self.order, self.base.shape[1])
         if rows is not None:
             return cross.take(rows, columns)
         return cross.entries(self.order) if isinstance(cross, Cross) else None
 
 
-def made(mean: Array, cov: Any, places: Places, *parents: tuple[Sequence, Carry]) -> Moments:
+def made(compute: Compute, shape: Any, places: Places, *parents: Sequence) -> Moments:
     """A random array whose entries lie at these places of a new sequence, made of these."""
-    return Moments(Base(mean, cov, parents), places)
+    return Moments(Base(tuple(shape), compute, parents), places)
 
 
 def ordered(shape: tuple[int, ...], tokens: Axes, features: Axes) -> Places:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt
-from moment_jax.covariance.token_gram import pool_seen
 from moment_jax.layers.dense import dense
 from moment_jax.layers.params import AttentionParams, DenseParams
 from moment_jax.layers.sublayers import attention_with_carry
@@ -21,7 +20,7 @@ from moment_jax.propagation.dense import Projection, identity, projection, rotat
 from moment_jax.propagation.errors import LINEARISE, refuse
 from moment_jax.propagation.graph import Node, as_weight, weights_in
 from moment_jax.propagation.joins import combined
-from moment_jax.propagation.propagator import Pooled, Propagator, pattern
+from moment_jax.propagation.propagator import Propagator, pattern
 from moment_jax.propagation.weights import Weight, overlap, select
 
 
@@ -61,7 +60,7 @@ def _attention(propagator: Propagator, node: Node) -> Moments | None:
         return None
     core = _core(propagator, node)
     if core is not None:
-        kernel = Point(jnp.eye(core.width, dtype=core.parts[0].x.mean.dtype))
+        kernel = Point(jnp.eye(core.width, dtype=core.parts[0].x.dtype))
         return _moments(propagator, node, core, DenseParams(kernel), core.places)
     for side in (0, 1):
         weight, value = as_weight(node.operands[1 - side]), node.operands[side]
@@ -97,38 +96,35 @@ def _moments(
 ) -> Moments | None:
     query, key, value = core.parts
     (mask, level, *_), x, source = core.rows, query.x, key.x
-    own = x.mean is source.mean
+    own, t = x.same(source), len(x.order)
     # Nothing is hidden by order where each looks at whom it is seen by, as in a batch of sequences.
     mutual = arrays.is_known(mask) and mask.ndim == 2 and np.array_equal(mask, np.transpose(mask))
-    if own and propagator.awaits_pool:
-        pool = propagator.pool_read(len(x.mean), mask)
-        if pool is not None:
-            raise Pooled(pool, True)
-        if not (mutual or mask is None):
-            seen = pool_seen(mask, jnp.zeros(len(x.mean), bool))
-            raise Pooled(seen.astype(x.cov.dtype), False)
-    read = mutual or (own and propagator.reading and source.cov.pool is propagator.pool)
-    seen = source.cov if read else source.cov.seen_by(mask, memory=not own)
+    if own:
+        propagator.find_pool(t, mask, mutual, x.dtype)
     layers: Any = [part.params(c) for part, c in zip(core.parts, core.columns, strict=True)]
     if None in layers:
         return None  # no family for these columns
     rotation = query.rotation
     if level is not None:  # no score without a query
         k = core.columns[0].shape[1]
-        rotation = jnp.eye(k, dtype=x.mean.dtype)[None] if rotation is None else rotation
+        rotation = jnp.eye(k, dtype=x.dtype)[None] if rotation is None else rotation
         rotation = jnp.where(level[:, None, None], 0, rotation)
-
     of_query, of_key, of_value = layers
     params = AttentionParams(of_query, of_key, of_value, output)
-    mean, cov, carried = attention_with_carry(
-        x.mean, seen if own else x.cov, params, len(core.columns[0]), mask, 2,
-        memory=None if own else (source.mean, seen), turns=(rotation, key.rotation),
-    )  # fmt: skip
-    parent: Any = x, carried
-    if not own and not isinstance(query.source, Node):
-        parent = source, lambda cross: carried(None, cross)
-    if level is not None:
-        mean, cov = _with_level_rows(core, output, mean, cov)
+    from_memory = not own and not isinstance(query.source, Node)
+
+    def compute() -> tuple[Any, ...]:
+        cov = source.cov
+        read = mutual or (own and propagator.reading and cov.pool is propagator.pool)
+        seen = cov if read else cov.seen_by(mask, memory=not own)
+        mean, cov, carried = attention_with_carry(
+            x.mean, seen if own else x.cov, params, len(core.columns[0]), mask, 2,
+            memory=None if own else (source.mean, seen), turns=(rotation, key.rotation),
+        )  # fmt: skip
+        if level is not None:
+            mean, cov = _with_level_rows(core, output, mean, cov)
+        return mean, cov, (lambda cross: carried(None, cross)) if from_memory else carried
+
     assumed = "input and weights independent"
     if not own and isinstance(query.source, Node):
         assumed += "; x and memory too"
@@ -136,12 +132,13 @@ def _moments(
             assumed += ", though x has attended to it before"
         for part in (key, value):
             part.product.memory = True
-    if cov.entrywise and core.shares_columns:
+    if propagator.structure.entrywise and core.shares_columns:
         assumed += "; heads too, though they share keys or values"
     if query.rotation is not None or key.rotation is not None:
         assumed += "; rotary positions turn means, and covariances as far as the structure can"
     propagator.note(node, "attention" if own else "cross_attention", assumed)
-    return arrays.made(mean, cov, places, parent)
+    shape = t, output.kernel.shape[1]
+    return arrays.made(compute, shape, places, source if from_memory else x)
 
 
 def _with_level_rows(core: Core, output: DenseParams, mean: Any, cov: Any) -> tuple[Any, Any]:
@@ -196,7 +193,7 @@ def _of_one_array(propagator: Propagator, core: Core) -> bool:
     """
     _, key, value = core.parts
     shared = core.shares_columns and not propagator.structure.entrywise
-    return key.x.mean is value.x.mean and not shared
+    return key.x.same(value.x) and not shared
 
 
 def _as_it_is(propagator: Propagator, value: Any, features: Axes) -> Projection:
@@ -212,18 +209,18 @@ def _as_it_is(propagator: Propagator, value: Any, features: Axes) -> Projection:
 def _side_by_side(propagator: Propagator, node: Node, core: Core) -> Core:
     """Queries, keys and values as one array with all that they share, and layers that pick them."""
     inputs = [part.x for part in core.parts]
-    queries, keys = len(inputs[0].mean), len(inputs[1].mean)
-    count, ends = max(queries, keys), np.cumsum([x.mean.shape[1] for x in inputs])
+    queries, keys = len(inputs[0].order), len(inputs[1].order)
+    count, ends = max(queries, keys), np.cumsum([x.shape[1] for x in inputs])
     placed = []
     for x, end in zip(inputs, ends, strict=True):
-        t, width = x.mean.shape
+        t, width = x.shape
         order = np.full((count, ends[-1]), -1)
         order[:t, end - width : end] = x.order
         placed.append(x.base.at(order))
     base, _ = combined(propagator, node, placed)
-    base.node = node
-    whole = propagator.pooled(Moments(base, arrays.numbered(base.mean.shape)))
-    layer = DenseParams(Point(jnp.eye(ends[-1], dtype=base.mean.dtype)))
+    base.node, base.finish = node, propagator.finished
+    whole = Moments(base, arrays.numbered(base.shape))
+    layer = DenseParams(Point(jnp.eye(ends[-1], dtype=base.dtype)))
     both, scale = whole.sequence((0,), (1,)), core.parts[0].layer.kernel.mean[0, 0]  # of the scores
     parts = [replace(part, x=both, layer=layer) for part in core.parts]
     parts[0] = parts[0].times(scale)
@@ -268,7 +265,7 @@ def _each_used_once(nodes: tuple[Node, ...], parts: list[Any]) -> bool:
                 return False
         elif overlap(after[i], after[j]):
             return False
-        if a.x.mean is not b.x.mean and overlap(query if i == 0 else before[i], before[j]):
+        if not a.x.same(b.x) and overlap(query if i == 0 else before[i], before[j]):
             return False
     return True
 

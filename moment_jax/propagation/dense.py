@@ -115,10 +115,14 @@ def _dense(propagator: Propagator, node: Node) -> Moments | None:
     found = read_dense(propagator, node)
     if found is None:
         return _over_tokens(propagator, node)
-    mean, cov = dense(found.x.mean, found.x.cov, found.layer)
-    kernel = found.layer.kernel.mean
+    x, layer = found.x, found.layer
+
+    def compute() -> tuple[Any, ...]:
+        kernel = layer.kernel.mean
+        return *dense(x.mean, x.cov, layer), lambda cross: cross.map_features(kernel)
+
     propagator.note(node, "dense", "input and kernel independent")
-    return arrays.made(mean, cov, found.places, (found.x, lambda cross: cross.map_features(kernel)))
+    return arrays.made(compute, (len(x.order), layer.kernel.shape[1]), found.places, x)
 
 
 def _with_kernel(propagator: Propagator, node: Node) -> Node:
@@ -134,11 +138,10 @@ def _with_kernel(propagator: Propagator, node: Node) -> Node:
         if any(n.op not in {*regions.BY_ROW, "belief"} for n in regions.between(kernel, [])):
             continue
         m = propagator.moments(kernel)
-        posterior: Any = Factorized(m.array(), arrays.take(m.cov.variance(), m.places))
+        posterior: Any = Factorized(m.array(), m.variance())
         if propagator.structure.exact:
-            posterior = FullNormal(
-                m.array(), m.cov.entries(m.places.reshape(1, -1)).cov.reshape(2 * m.shape)
-            )
+            cov = m.base.numbers[1].entries(m.places.reshape(1, -1)).cov
+            posterior = FullNormal(m.array(), cov.reshape(2 * m.shape))
         operands = list(node.operands)
         operands[side] = Weight.of(posterior)
         return replace(node, operands=tuple(operands))
@@ -162,18 +165,24 @@ def _over_tokens(propagator: Propagator, node: Node) -> Moments | None:
             return None
         features = (*heads, *(i for i in features if i not in heads))
         x = m.sequence((*rest, *own.contracted), features)
-        weights = kernel.mean.reshape(places.shape)
-        if count > 1:
-            weights = jnp.kron(jnp.eye(count, dtype=weights.dtype)[None], weights)
-        mean, cov, carry = _mixed(x, weights.swapaxes(1, 2))
-        if not known:
-            cov = cov.add(x.cov.token_noise(x.mean, kernel))
+
+        def compute(
+            x: Sequence = x, kernel: Any = kernel, shape: Any = places.shape, known: bool = known,
+            count: int = count,
+        ) -> tuple[Any, ...]:  # fmt: skip
+            weights = kernel.mean.reshape(shape)
+            if count > 1:
+                weights = jnp.kron(jnp.eye(count, dtype=weights.dtype)[None], weights)
+            mean, cov, carry = _mixed(x, weights.swapaxes(1, 2))
+            return mean, cov if known else cov.add(x.cov.token_noise(x.mean, kernel)), carry
+
         # The result has the axes of the batch, of the value and of the kernel, in this order.
         sizes = *(m.shape[i] for i in rest), places.shape[2], *(m.shape[i] for i in features)
         axes = (*rest, -1, *features)
         entries = arrays.numbered(sizes).transpose([axes.index(i) for i in (*heads, *own.free, -1)])
         propagator.note(node, "tokens mixed", "" if known else "input and kernel independent")
-        return arrays.made(mean, cov, arrays.in_product(node, side, entries), (x, carry))
+        shape = count * places.shape[2], x.shape[1]
+        return arrays.made(compute, shape, arrays.in_product(node, side, entries), x)
     return None
 
 
@@ -201,11 +210,15 @@ def _rows(propagator: Propagator, node: Node) -> Moments | None:
     if belief is None:
         return None
     flat = jnp.reshape(ids, (-1,))
-    mean, cov = embedding(flat, belief, propagator.structure, landmarks=propagator.landmarks)
+
+    def compute() -> tuple[Any, ...]:
+        return embedding(flat, belief, propagator.structure, landmarks=propagator.landmarks)
+
     features = tuple(numbers.offset_dims)
     tokens = tuple(i for i in range(node.ndim) if i not in features)
     propagator.note(node, "embedding", "rows as the family represents them")
-    return arrays.made(mean, cov, arrays.ordered(node.shape, tokens, features))
+    shape = len(flat), belief.shape[1]
+    return arrays.made(compute, shape, arrays.ordered(node.shape, tokens, features))
 
 
 class _Pair(NamedTuple):
@@ -243,17 +256,25 @@ def _shifted(propagator: Propagator, node: Node) -> Moments | None:
     pair = _pair(propagator, node)
     if pair is None:
         return None
-    x, cov = pair.x, pair.x.cov
-    if pair.random and pair.vector is not None:
-        cov = cov.add(cov.bias_noise(pair.vector.vector_cov()))
-    elif pair.random:
-        cov = cov.add(propagator.moments(pair.weight).sequence(*x.axes).cov)
-    if node.op == "sub" and pair.side == 1:
-        one = jnp.ones((1, x.mean.shape[1]), x.mean.dtype)
-        return x.changed(pair.mean - x.mean, cov, node.shape, lambda cross: cross.rescale(-one))
-    mean = x.mean - pair.mean if node.op == "sub" else x.mean + pair.mean
-    propagator.note(node, *(("bias", "independent") if pair.random else ("shift",)))
-    return x.changed(mean, cov, node.shape, arrays.as_it_is)
+    x, sign = pair.x, -1 if node.op == "sub" and pair.side == 0 else 1
+    other: Any = (
+        None if pair.vector is not None else propagator.moments(pair.weight).sequence(*x.axes)
+    )
+
+    def compute() -> tuple[Any, ...]:
+        mean, cov = x.moments
+        if pair.random and pair.vector is not None:
+            cov = cov.add(cov.bias_noise(pair.vector.vector_cov()))
+        elif pair.random:
+            cov = cov.add(other.cov)
+        if node.op == "sub" and pair.side == 1:
+            one = jnp.ones((1, mean.shape[1]), mean.dtype)
+            return pair.mean - mean, cov, lambda cross: cross.rescale(-one)
+        return mean + pair.mean if sign == 1 else mean - pair.mean, cov, arrays.as_it_is
+
+    if node.op != "sub" or pair.side == 0:
+        propagator.note(node, *(("bias", "independent") if pair.random else ("shift",)))
+    return x.made(compute, node.shape)
 
 
 @rule("mul", "div")
@@ -263,11 +284,15 @@ def _gain(propagator: Propagator, node: Node) -> Moments | None:
     if pair is None or (pair.random and pair.vector is None):
         return None  # a product like others
     x = pair.x
-    cov = x.cov.rescale(pair.mean)
-    if pair.random:
-        cov = cov.add(x.cov.gain_noise(x.mean, pair.vector.vector_cov()))
+
+    def compute() -> tuple[Any, ...]:
+        cov = x.cov.rescale(pair.mean)
+        if pair.random:
+            cov = cov.add(x.cov.gain_noise(x.mean, pair.vector.vector_cov()))
+        return x.mean * pair.mean, cov, lambda cross: cross.rescale(pair.mean)
+
     propagator.note(node, "gain", "input and gain independent" if pair.random else "")
-    return x.changed(x.mean * pair.mean, cov, node.shape, lambda cross: cross.rescale(pair.mean))
+    return x.made(compute, node.shape)
 
 
 Reader = Callable[[Any], Projection | None]  # of an array
@@ -294,7 +319,7 @@ def identity(propagator: Propagator, value: Any, features: Axes = ()) -> Project
     random = isinstance(value, Node)
     m = propagator.moments(value) if random else propagator.certain(value, features)
     x = m.sequence()
-    layer = DenseParams(Point(jnp.eye(x.mean.shape[1], dtype=x.mean.dtype)))
+    layer = DenseParams(Point(jnp.eye(x.shape[1], dtype=x.dtype)))
     return Projection(x, layer, arrays.ordered(np.shape(value), *x.axes), value, value)
 
 
@@ -400,21 +425,26 @@ def _tied(propagator: Propagator, node: Node) -> Moments | None:
     def of_weight(w: Any) -> Any:
         return regions.compute([value], {id(belief): w})[0].astype(w.dtype).reshape(-1)
 
-    jacobian = jax.jacrev(of_weight)(belief.mean).reshape(value.size, -1)
-    shared = covariance_with(belief, jacobian)[rows[:, :, None, None], columns[None, None]]
-    x, cov, layer = found.x.mean, found.x.cov, found.layer
-    mean, out = dense(x, cov, layer)
-    kernel = layer.kernel.mean
-    cross = jnp.einsum("dv,tdeu,se->tvsu", kernel, shared, x)
-    # The Jacobian at the means may be steeper than expected: keep to Cauchy's inequality.
-    through, noise = cov.map_features(kernel), cov.weight_noise(x, layer.kernel)
-    share = safe_divide(through.sd() * noise.sd(), jnp.abs(jnp.einsum("tvtv->tv", cross)))
-    share = jnp.where(share > 0, safe_sqrt(jnp.minimum(share, 1)), 0)
-    cross = share[:, :, None, None] * cross * share[None, None]
-    bent = jnp.einsum("tdeu,sedv->tvsu", shared, shared)
-    out = out.add(out.projected(cross + jnp.transpose(cross, (2, 3, 0, 1)) + bent))
+    x, layer = found.x, found.layer
+
+    def compute() -> tuple[Any, ...]:
+        jacobian = jax.jacrev(of_weight)(belief.mean).reshape(value.size, -1)
+        shared = covariance_with(belief, jacobian)[rows[:, :, None, None], columns[None, None]]
+        mean, out = dense(x.mean, x.cov, layer)
+        kernel = layer.kernel.mean
+        cross = jnp.einsum("dv,tdeu,se->tvsu", kernel, shared, x.mean)
+        # The Jacobian at the means may be steeper than expected: keep to Cauchy's inequality.
+        through, noise = x.cov.map_features(kernel), x.cov.weight_noise(x.mean, layer.kernel)
+        share = safe_divide(through.sd() * noise.sd(), jnp.abs(jnp.einsum("tvtv->tv", cross)))
+        share = jnp.where(share > 0, safe_sqrt(jnp.minimum(share, 1)), 0)
+        cross = share[:, :, None, None] * cross * share[None, None]
+        bent = jnp.einsum("tdeu,sedv->tvsu", shared, shared)
+        out = out.add(out.projected(cross + jnp.transpose(cross, (2, 3, 0, 1)) + bent))
+        return mean + jnp.einsum("tddv->tv", shared), out
+
     propagator.note(node, "tied weights", "input and kernel jointly Gaussian, to first order")
-    return Moments(Base(mean + jnp.einsum("tddv->tv", shared), out, None), found.places)
+    shape = len(x.order), layer.kernel.shape[1]
+    return Moments(Base(shape, compute, None), found.places)
 
 
 # Before the others, which assume that operands and weights are independent.

@@ -15,12 +15,11 @@ import numpy as np
 from jax import Array
 
 from moment_jax import expectations
-from moment_jax.covariance import Diagonal
 from moment_jax.expectations import ElementwiseMoments
 from moment_jax.expectations.quadrature import resolving
 from moment_jax.layers.params import DenseParams, FeedForwardParams
 from moment_jax.layers.rules import rules_of
-from moment_jax.propagation.arrays import Base, Moments, made
+from moment_jax.propagation.arrays import Base, Moments, made, numbered
 from moment_jax.propagation.dense import projection, read_dense
 from moment_jax.propagation.errors import refuse, register
 from moment_jax.propagation.graph import Node, independent
@@ -145,16 +144,20 @@ def _univariate(propagator: Propagator, node: Node) -> Moments | None:
         x = propagator.moments(found.source).sequence()
     else:  # all but such as log(1 - p)
         found, x = of_log, logs.sequence()
-    mean, cov = x.mean, x.cov
     name, transform, assumes = recognised(found, node)
-    if isinstance(transform, Pieces):
-        gain = jnp.full((1, mean.shape[1]), transform.slopes[0], mean.dtype)
-        out, out_cov = mean * gain + jnp.asarray(transform.value, mean.dtype), cov.rescale(gain)
-    else:
-        moments = transform(mean, cov.variance())
-        gain, out, out_cov = moments.gain, moments.mean, cov.elementwise(moments)
+
+    def compute() -> tuple[Any, ...]:
+        mean, cov = x.moments
+        if isinstance(transform, Pieces):
+            gain = jnp.full((1, mean.shape[1]), transform.slopes[0], mean.dtype)
+            out, cov = mean * gain + jnp.asarray(transform.value, mean.dtype), cov.rescale(gain)
+        else:
+            moments = transform(mean, cov.variance())
+            gain, out, cov = moments.gain, moments.mean, cov.elementwise(moments)
+        return out, cov, lambda cross: cross.rescale(gain)
+
     propagator.note(node, name, assumes)
-    return x.changed(out, out_cov, node.shape, lambda cross: cross.rescale(gain))
+    return x.made(compute, node.shape)
 
 
 def recognised(found: Univariate, node: Node) -> tuple[str, Transform | Pieces, str]:
@@ -218,15 +221,13 @@ def _feed_forward(propagator: Propagator, node: Node) -> Moments | None:
         if found is None or hidden is None or hidden.rotation is not None:
             continue
         x, (d, width) = hidden.x, hidden.layer.kernel.shape
-        if len(x.mean) == 1:  # no tokens that share noise: layer by layer is nearer
+        if len(x.order) == 1:  # no tokens that share noise: layer by layer is nearer
             continue
-        shape = len(x.mean), width
-        layout = Moments(
-            Base(jnp.zeros(shape), Diagonal.zeros(shape), None), np.asarray(hidden.places)
-        )
+        shape = len(x.order), width
+        layout = Moments(Base(shape, _unknown), np.asarray(hidden.places))
         output = read_dense(propagator, node, layout)
         apart = independent(*node.operands) and independent(*hidden.product.operands)
-        if output is None or output.x.mean is not layout.mean or not apart:
+        if output is None or not output.x.same(layout.base.at(numbered(shape))) or not apart:
             continue
         if output.layer.kernel.shape[1] != d or width < d:
             continue
@@ -234,7 +235,15 @@ def _feed_forward(propagator: Propagator, node: Node) -> Moments | None:
         if isinstance(transform, Pieces):
             continue
         params = FeedForwardParams(hidden.layer, DenseParams(output.layer.kernel))
-        mean, cov, carry = rule(x.mean, x.cov, params, transform)
+        compute = functools.partial(_computed, rule, x, params, transform)
         propagator.note(node, f"feed_forward ({name})", "input and kernels independent")
-        return made(mean, cov, output.places, (x, carry))
+        return made(compute, x.shape, output.places, x)
     return None
+
+
+def _computed(rule: Any, x: Any, params: Any, transform: Any) -> Any:
+    return rule(x.mean, x.cov, params, transform)
+
+
+def _unknown() -> Any:
+    raise AssertionError("a layout has no numbers")

@@ -5,6 +5,8 @@ walking back: it is what the later one of the two makes of Cov[u, its parents]. 
 are one array, or have no weight in common.
 """
 
+import itertools
+import math
 from functools import partial, reduce
 from typing import Any
 
@@ -34,27 +36,38 @@ def covariance(propagator: Propagator, node: Node, a: Sequence, b: Sequence) -> 
     return None if found is None else found.T
 
 
+def dependent(propagator: Propagator, node: Node, parts: list[Sequence]) -> bool:
+    """Whether any two of the sequences depend on each other; raises where no walk can tell how."""
+    pairs = itertools.combinations(parts, 2)
+    return sum(_related(propagator, node, a.base, b.base) for a, b in pairs) > 0  # asks all
+
+
 def combined(
-    propagator: Propagator, node: Node, parts: list[Sequence], gains: list[Any] | None = None
-) -> tuple[Base, bool]:
+    propagator: Propagator, node: Node, parts: list[Sequence], gains: list[Any] | None = None,
+    means: Any = None,
+) -> tuple[Base, bool]:  # fmt: skip
     """The sum of sequences of one shape, each times its gain, with all their covariances.
 
-    And whether they have any.
+    And whether they have any. `means` makes another mean of theirs.
     """
     gains = gains or [1] * len(parts)
-    means: list[Array] = []
-    cov, dependent = None, False
-    for i, (x, gain) in enumerate(zip(parts, gains, strict=True)):
-        found = (covariance(propagator, node, y, x) for y in parts[:i])
-        crosses = (_times(p, gain, c) for p, c in zip(gains, found, strict=False))
-        cross = reduce(plus, crosses, None)
-        dependent = dependent or cross is not None
-        signed = isinstance(gain, int)
-        means.append(x.mean if signed and gain == 1 else gain * x.mean)
-        own = x.cov if signed else x.cov.rescale(gain)
-        cov = own if cov is None else cov.add_branch(own, cross)
-    parents = tuple((x, partial(_times, 1, gain)) for x, gain in zip(parts, gains, strict=True))
-    return Base(sum(means[1:], means[0]), cov, parents), dependent
+
+    def compute() -> tuple[Any, ...]:
+        each: list[Array] = []
+        cov = None
+        for i, (x, gain) in enumerate(zip(parts, gains, strict=True)):
+            found = (covariance(propagator, node, y, x) for y in parts[:i])
+            crosses = (_times(p, gain, c) for p, c in zip(gains, found, strict=False))
+            cross = reduce(plus, crosses, None)
+            signed = isinstance(gain, int)
+            each.append(x.mean if signed and gain == 1 else gain * x.mean)
+            own = x.cov if signed else x.cov.rescale(gain)
+            cov = own if cov is None else cov.add_branch(own, cross)
+        mean = sum(each[1:], each[0])
+        return mean if means is None else means(mean), cov, *(partial(_times, 1, g) for g in gains)
+
+    known = dependent(propagator, node, parts)
+    return Base(parts[0].shape, compute, tuple(parts)), known
 
 
 def _times(p: Gain, q: Gain, cross: Any) -> Any:
@@ -72,29 +85,42 @@ def _between(propagator: Propagator, node: Node, u: Base, v: Base) -> Any:
         found = _between(propagator, node, v, u)
         return None if found is None else found.T
     if u is v:
-        return v.cov.with_itself()
-    mine = weights_in(u.node)
-    if not overlap(mine, weights_in(v.node)):
+        return v.numbers[1].with_itself()
+    if not _related(propagator, node, u, v):
         return None
     if (u, v) not in propagator.crosses:
-        if v.parents is None:
-            raise _shared(node, v, "no rule tells how it depends on what came before", "")
-        if overlap(_own(v), mine):
-            batch = "One call on both inputs, as a batch jnp.stack([a, b]), uses them once. "
-            raise _shared(node, v, "both use the same weights", batch)
         total = None
-        for x, carry in v.parents:
+        for x, carry in zip(v.parents or (), v.numbers[2], strict=True):
             given = _arranged(node, _between(propagator, node, u, x.base), x)
             total = plus(total, None if given is None else carry(given))
         propagator.crosses[u, v] = total
     return propagator.crosses[u, v]
 
 
+def _related(propagator: Propagator, node: Node, u: Base, v: Base) -> bool:
+    """Whether two arrays share weights; raises where no walk can tell their covariance."""
+    if u.index > v.index:
+        u, v = v, u
+    mine = weights_in(u.node)
+    if u is v or not overlap(mine, weights_in(v.node)):
+        return u is v
+    if (u, v) not in propagator.related:
+        if v.parents is None:
+            raise _shared(node, v, "no rule tells how it depends on what came before", "")
+        if overlap(_own(v), mine):
+            batch = "One call on both inputs, as a batch jnp.stack([a, b]), uses them once. "
+            raise _shared(node, v, "both use the same weights", batch)
+        propagator.related.add((u, v))
+        for x in v.parents:
+            _related(propagator, node, u, x.base)
+    return True
+
+
 def _own(v: Base) -> list[Any]:
     """The weights between an array and its parents."""
     if not isinstance(v.node, Node):
         return [v.node]
-    parents = {x.base for x, _ in v.parents or ()}
+    parents = {x.base for x in v.parents or ()}
 
     def before(node: Node) -> list[Node]:
         return [n for n in node.origins if n.moments is None or n.moments.base not in parents]
@@ -108,7 +134,7 @@ def _arranged(node: Node, cross: Any, x: Sequence) -> Any:
     if cross is not None and found is None:
         raise refuse(
             f"`{node.op}` of two arrays with a random array in common, of which one was rearranged "
-            f"so that its tokens and features {tuple(x.base.mean.shape)} are mixed",
+            f"so that its tokens and features {tuple(x.base.shape)} are mixed",
             node.source,
             f"Use structure=mj.Full. {register(node)}",
         )
@@ -127,7 +153,7 @@ def _shared(node: Node, v: Base, why: str, fix: str) -> Exception:
 def _aligned(propagator: Propagator, node: Node, *operands: Any) -> list[Sequence]:
     """Operands as sequences of one shape, with the axes of the largest."""
     found = [propagator.moments(x).broadcast(node.shape) for x in operands]
-    axes = max(found, key=lambda m: m.mean.size).natural()
+    axes = max(found, key=lambda m: math.prod(m.base.shape)).natural()
     return [m.sequence(*axes) for m in found]
 
 
@@ -137,22 +163,26 @@ def _product(propagator: Propagator, node: Node) -> Moments | None:
     if not all(map(is_random, node.operands)):
         return None
     a, b = _aligned(propagator, node, *node.operands)
-    cross = covariance(propagator, node, a, b)
-    p, of_p, slope = b.mean, b.cov, jnp.ones_like(b.mean)
-    if node.op == "div":
-        moments = _reciprocal(b.mean, b.cov.variance())
-        p, of_p, slope = moments.mean, b.cov.elementwise(moments), moments.gain
-    mean, to_first = a.mean * p, cross
-    if cross is not None:
-        cross = cross.rescale(slope) if node.op == "div" else cross
-        mean, to_first = mean + cross.own(), _times(p, a.mean, cross)
-    cov = a.cov.rescale(p).add_branch(of_p.rescale(a.mean), to_first)
-    cov = cov.add(a.cov.hadamard(of_p, cross))
-    assumed = "factors independent" if cross is None else "factors jointly Gaussian"
+    apart = not dependent(propagator, node, [a, b])
+
+    def compute() -> tuple[Any, ...]:
+        cross = covariance(propagator, node, a, b)
+        p, of_p, slope = b.mean, b.cov, jnp.ones_like(b.mean)
+        if node.op == "div":
+            moments = _reciprocal(b.mean, b.cov.variance())
+            p, of_p, slope = moments.mean, b.cov.elementwise(moments), moments.gain
+        mean, to_first = a.mean * p, cross
+        if cross is not None:
+            cross = cross.rescale(slope) if node.op == "div" else cross
+            mean, to_first = mean + cross.own(), _times(p, a.mean, cross)
+        cov = a.cov.rescale(p).add_branch(of_p.rescale(a.mean), to_first)
+        cov = cov.add(a.cov.hadamard(of_p, cross))
+        return mean, cov, partial(_times, 1, p), partial(_times, 1, a.mean * slope)
+
+    assumed = "factors independent" if apart else "factors jointly Gaussian"
     assumed += ", the divisor of one sign" if node.op == "div" else ""
     propagator.note(node, "product" if node.op == "mul" else "quotient", assumed)
-    parents = (a, partial(_times, 1, p)), (b, partial(_times, 1, a.mean * slope))
-    return arrays.made(mean, cov, arrays.ordered(node.shape, *a.axes), *parents)
+    return arrays.made(compute, a.shape, arrays.ordered(node.shape, *a.axes), a, b)
 
 
 def _reciprocal(mean: Array, variance: Array) -> ElementwiseMoments:
@@ -175,9 +205,12 @@ def _chosen(propagator: Propagator, node: Node) -> Moments | None:
         return None
     a, b = _aligned(propagator, node, *cases[::-1])
     chosen = arrays.as_rows(condition, *a.axes)
-    p = chosen.astype(a.mean.dtype)
-    found, _ = combined(propagator, node, [a, b], [p, 1 - p])
-    found.mean = jnp.where(chosen, a.mean, b.mean)  # the other may be infinite
+    p = chosen.astype(a.dtype)
+
+    def means(_: Array) -> Array:
+        return jnp.where(chosen, a.mean, b.mean)  # the other may be infinite
+
+    found, _ = combined(propagator, node, [a, b], [p, 1 - p], means)
     propagator.note(node, "select_n", "operands jointly Gaussian")
     return Moments(found, arrays.ordered(node.shape, *a.axes))
 
@@ -189,8 +222,8 @@ def _sum(propagator: Propagator, node: Node) -> Moments | None:
     gains = [1, -1 if node.op == "sub" else 1]
     if parts[0].base.index > parts[1].base.index:  # the stream before its branch
         parts, gains = parts[::-1], gains[::-1]
-    found, dependent = combined(propagator, node, parts, gains)
-    notes = ("residual", "the branch linearised") if dependent else ("sum", "addends independent")
+    found, shared = combined(propagator, node, parts, gains)
+    notes = ("residual", "the branch linearised") if shared else ("sum", "addends independent")
     propagator.note(node, *notes)
     return Moments(found, arrays.ordered(node.shape, *parts[0].axes))
 
@@ -229,17 +262,22 @@ def _total(propagator: Propagator, node: Node) -> Moments | None:
     # The entry of the sum in which each token, or each feature, is.
     entry = arrays.numbered([1 if i in axes else m.shape[i] for i in over])
     entry = np.broadcast_to(entry, [m.shape[i] for i in over])
-    choose = jax.nn.one_hot(entry.ravel(), entry.max() + 1, dtype=x.mean.dtype)  # (old, new)
-    by_token = over is x.tokens
+    by_token, count, (t, d) = over is x.tokens, int(entry.max()) + 1, x.shape
 
-    def summed(of: Any) -> Any:
-        return of.map_tokens(choose.T) if by_token else of.map_features(choose)
+    def compute() -> tuple[Any, ...]:
+        choose = jax.nn.one_hot(entry.ravel(), count, dtype=x.mean.dtype)  # (old, new)
 
-    mean = choose.T @ x.mean if by_token else x.mean @ choose
+        def summed(of: Any) -> Any:
+            return of.map_tokens(choose.T) if by_token else of.map_features(choose)
+
+        mean = choose.T @ x.mean if by_token else x.mean @ choose
+        return mean, summed(x.cov), summed
+
     propagator.note(node, "sum over " + ("tokens" if by_token else "features"))
     left = [i for i in range(m.ndim) if i not in axes]
     kept = (tuple(left.index(i) for i in g if i not in axes) for g in x.axes)
-    return arrays.made(mean, summed(x.cov), arrays.ordered(node.shape, *kept), (x, summed))
+    shape = (count, d) if by_token else (t, count)
+    return arrays.made(compute, shape, arrays.ordered(node.shape, *kept), x)
 
 
 _DATA = {  # the operands that are not indices or conditions
@@ -265,7 +303,7 @@ def _assembled(propagator: Propagator, node: Node) -> Moments | None:
     shown = np.asarray(arrays.evaluate(node.primitive, [*before, *ids, *after], node.params)[0])
 
     # Where each entry is in its array; parts of one array are one part.
-    mean: Any = jnp.zeros((), moments[0].mean.dtype)
+    known: list[tuple[Moments, Places]] = []
     whole: dict[Base, Places] = {}
     for x, m, end in zip(parts, moments, ends, strict=True):
         if m.places.size == 0:
@@ -275,17 +313,22 @@ def _assembled(propagator: Propagator, node: Node) -> Moments | None:
         if is_random(x):
             whole[m.base] = np.maximum(places, whole.get(m.base, -1))
         else:
-            mean = mean + arrays.take(m.mean, places)
+            known.append((m, places))
     found = [Moments(base, places) for base, places in whole.items()]
-    if len(found) == 1 and mean.ndim == 0 and (found[0].places >= 0).all():
+    if len(found) == 1 and not known and (found[0].places >= 0).all():
         return found[0]
     random = (m for x, m in zip(parts, moments, strict=True) if is_random(x))
     tokens, features = max(random, key=lambda m: m.places.size).natural()
     left = [i for i, n in enumerate(node.shape) if n > 1 and i not in (*tokens, *features)]
     features = features or tuple(left)
     tokens = tuple(sorted({*tokens, *left} - {*features}))
-    total, _ = combined(propagator, node, [m.sequence(tokens, features) for m in found])
-    if mean.ndim:  # of the certain parts
-        total.mean = total.mean + arrays.as_rows(mean, tokens, features)
+
+    def means(mean: Array) -> Array:
+        certain = (arrays.take(m.base.numbers[0], places) for m, places in known)
+        return mean + sum(arrays.as_rows(x, tokens, features) for x in certain)
+
+    total, _ = combined(
+        propagator, node, [m.sequence(tokens, features) for m in found], means=means
+    )
     propagator.note(node, node.op)
     return Moments(total, arrays.ordered(node.shape, tokens, features))

@@ -17,7 +17,7 @@ from moment_jax.layers.params import NormParams
 from moment_jax.layers.sublayers import norm_with_carry
 from moment_jax.posterior import Point
 from moment_jax.propagation import arrays, regions
-from moment_jax.propagation.arrays import Axes, Moments, Sequence
+from moment_jax.propagation.arrays import Axes, Base, Moments, Sequence
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.joins import combined
 from moment_jax.propagation.propagator import Propagator, pattern
@@ -44,19 +44,30 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
     x = m.sequence(rest, axes)
     if isinstance(kind, str):
         propagator.note(node, kind, "its input Gaussian")
-        if kind == "softmax":
-            mean, cov = softmax(x.mean, x.cov)
-            slope = mean[:, :, None] * (jnp.eye(mean.shape[1])[None] - mean[:, None, :])
-            return x.changed(mean, cov, node.shape, lambda cross: cross.map_each(slope))
         if kind == "log_softmax":
             return _log_softmax(x, node)
-        total, total_cov, _, _, weights = logsumexp(x.mean, x.cov)
-        parent = x, lambda cross: cross.map_each(weights[:, :, None])
-        return arrays.made(total, total_cov, arrays.numbered(node.shape), parent)
-    kernel = jnp.asarray(kind, x.mean.dtype)
+        if kind == "logsumexp":
+
+            def summed() -> tuple[Any, ...]:
+                total, cov, _, _, weights = logsumexp(x.mean, x.cov)
+                return total, cov, lambda cross: cross.map_each(weights[:, :, None])
+
+            return arrays.made(summed, (len(x.order), 1), arrays.numbered(node.shape), x)
+
+        def compute() -> tuple[Any, ...]:
+            mean, cov = softmax(x.mean, x.cov)
+            slope = mean[:, :, None] * (jnp.eye(mean.shape[1])[None] - mean[:, None, :])
+            return mean, cov, lambda cross: cross.map_each(slope)
+
+        return x.made(compute, node.shape)
+
+    def mapped() -> tuple[Any, ...]:
+        kernel = jnp.asarray(kind, x.mean.dtype)
+        cov = x.cov.map_features(kernel)
+        return x.mean @ kernel, cov, lambda cross: cross.map_features(kernel)
+
     propagator.note(node, "linear map of the features")
-    mean, cov = x.mean @ kernel, x.cov.map_features(kernel)
-    return x.changed(mean, cov, node.shape, lambda cross: cross.map_features(kernel))
+    return x.made(mapped, node.shape)
 
 
 def _found(node: Node) -> tuple[Node, Axes, Axes, Any] | None:
@@ -86,9 +97,12 @@ def _consists(node: Node, source: Node, operations: set[str]) -> bool:
 
 
 def _log_softmax(x: Sequence, node: Node) -> Moments:
-    _, _, mean, cov, weights = logsumexp(x.mean, x.cov)
-    centred = jnp.eye(mean.shape[1])[None] - weights[:, :, None]
-    return x.changed(mean, cov, node.shape, lambda cross: cross.map_each(centred))
+    def compute() -> tuple[Any, ...]:
+        _, _, mean, cov, weights = logsumexp(x.mean, x.cov)
+        centred = jnp.eye(mean.shape[1])[None] - weights[:, :, None]
+        return mean, cov, lambda cross: cross.map_each(centred)
+
+    return x.made(compute, node.shape)
 
 
 def log_probabilities(propagator: Propagator, node: Node) -> Moments | None:
@@ -116,7 +130,7 @@ def _normalized(
     groups = [m.shape[i] for i in within]
     whole = m.sequence(tokens, features)
     entries = np.arange(m.places.size).reshape(*(m.shape[i] for i in (*tokens, *features)))
-    t, width = whole.mean.shape
+    t, width = whole.shape
     # Places in the sequence, group by group: (G, T, K).
     entries = np.moveaxis(
         entries.reshape(t, *(m.shape[i] for i in features)),
@@ -126,13 +140,14 @@ def _normalized(
     placed = []
     for places in entries:
         x = whole.base.at(whole.order.ravel()[places])
-        factor = Point(jnp.full(x.mean.shape[1], kind.factor, x.mean.dtype))
-        params = NormParams(None if kind.factor == 1 else factor)
-        mean, cov, carry = norm_with_carry(
-            x.mean, x.cov, params, kind.epsilon, 2, centres=kind.centres
-        )
-        own = propagator.pooled(arrays.made(mean, cov, np.arange(mean.size), (x, carry))).base
-        own.node = node
+
+        def compute(x: Sequence = x) -> tuple[Any, ...]:
+            factor = Point(jnp.full(x.mean.shape[1], kind.factor, x.mean.dtype))
+            params = NormParams(None if kind.factor == 1 else factor)
+            options = params, kind.epsilon, 2
+            return norm_with_carry(x.mean, x.cov, *options, centres=kind.centres)
+
+        own = Base(x.shape, compute, (x,), node, propagator.finished)
         order = np.full(t * width, -1)
         order[places.ravel()] = np.arange(places.size)
         placed.append(own.at(order.reshape(t, width)))

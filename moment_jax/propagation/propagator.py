@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance import STRUCTURES, Covariance, Diagonal, Separable
-from moment_jax.covariance.token_gram import pool_read
+from moment_jax.covariance import STRUCTURES, Covariance, Separable
+from moment_jax.covariance.token_gram import pool_read, pool_seen
 from moment_jax.posterior import Factorized, Posterior
 from moment_jax.propagation import arrays, errors, graph
-from moment_jax.propagation.arrays import Axes, Base, Moments
+from moment_jax.propagation.arrays import Axes, Base, Moments, Sequence
 from moment_jax.propagation.errors import PropagationError, Step, Steps, shapes
 from moment_jax.propagation.graph import Node, Recorder, Value
 from moment_jax.propagation.regions import reads, weights_of
@@ -31,41 +31,37 @@ Rule = Callable[[Any, Node], Moments | None]
 
 @dataclasses.dataclass(eq=False)
 class Propagator:
-    """Computes the moments of a graph's nodes in one structure."""
+    """Plans how the moments of a graph's nodes are computed, from shapes alone; then computes them.
+
+    All of the plan is made, and with it what is pooled, before a number of an array is asked for. C
+    serves the sum that it is of: the pool follows the read-out, a class token or a mean over tokens. If
+    more than one token is read under a mask, it holds the tokens which the mask shows instead: one that
+    is hidden, by a causal mask or padding, must not contribute to sums taken before the attention.
+    """
 
     structure: type[Covariance]
     landmarks: int | None = None  # of `Separable`
-    pool: Array | None = None  # pool sequences as long as this over its tokens, see `Pooled`
+    pool: Array | None = None  # pool sequences as long as this over its tokens
     reading: bool = False  # whether that pool is what the output reads
     output: Value = None  # of the function
+    unrolls: bool = False  # whether loops are unrolled, for a receipt
     steps: dict[Node, Step] = dataclasses.field(default_factory=dict)
     known: dict[Any, tuple[Any, Moments]] = dataclasses.field(default_factory=dict)  # if certain
-    looks_ahead: bool = False  # whether all it is for is to find the pool
-    unrolls: bool = False  # whether loops are unrolled, for a receipt
     repeats: graph.Repeats = dataclasses.field(default_factory=dict)  # of certain arrays
     longest: int = 1  # tokens of the longest sequence
     bases: dict[Any, Base] = dataclasses.field(default_factory=dict)  # of weights
     crosses: dict[tuple[Base, Base], Any] = dataclasses.field(default_factory=dict)
+    related: set[tuple[Base, Base]] = dataclasses.field(default_factory=set)
 
-    def run(self, one_pass: Callable[["Propagator"], Moments]) -> Moments:
-        """Moments from one pass, or from another if a mask calls for pooling, or loops have no rule."""
-        while True:
-            try:
-                return one_pass(self)
-            except Pooled as found:
-                self.pool, self.reading = found.args
-            except PropagationError:
-                if self.unrolls:
-                    raise
-                self.unrolls = True  # what a loop cannot carry, its operations one by one may
-            self.steps.clear()
-            self.known.clear()
-            self.bases.clear()
-
-    @property
-    def awaits_pool(self) -> bool:
-        """Whether the first attention is to say what is pooled."""
-        return self.pool is None and (self.looks_ahead or self.structure.pools)
+    def find_pool(self, t: int, mask: Array | None, mutual: bool, dtype: Any) -> None:
+        """Pool what the output reads of attention to T tokens, or what its mask shows; see above."""
+        if self.pool is not None or not self.structure.pools:
+            return
+        pool = self.pool_read(t, mask)
+        if pool is not None:
+            self.pool, self.reading = pool, True
+        elif not (mutual or mask is None):
+            self.pool = pool_seen(mask, jnp.zeros(t, bool)).astype(dtype)
 
     @functools.cached_property
     def reads(self) -> np.ndarray | None:
@@ -109,18 +105,20 @@ class Propagator:
             x = graph.as_floating(array)
             tokens = tuple(i for i in range(x.ndim) if i not in features)
             mean = arrays.as_rows(x, tokens, features)
-            cov = self.structure.zeros(mean.shape, mean.dtype, self.landmarks)
-            found = arrays.made(mean, cov, arrays.ordered(x.shape, tokens, features))
-            self.known[key] = array, self.pooled(found)  # kept, so that no id is reused
+
+            def compute() -> tuple[Array, Any]:
+                return mean, self.structure.zeros(mean.shape, mean.dtype, self.landmarks)
+
+            found = arrays.made(compute, mean.shape, arrays.ordered(x.shape, tokens, features))
+            found.base.finish = self.finished
+            self.known[key] = array, found  # kept, so that no id is reused
         return self.known[key][1]
 
-    def pooled(self, found: Moments) -> Moments:
-        """The same moments, pooled over the mask's tokens if the sequence has the mask's length."""
-        cov: Any = found.cov
+    def finished(self, cov: Any) -> Any:
+        """A covariance at the landmarks, and pooled if its sequence has the pool's length."""
+        cov = cov.at_landmarks(self.landmarks)
         fits = self.pool is not None and cov.shape[:1] == self.pool.shape
-        if fits and cov.pool is not self.pool:
-            found.base.cov = cov.pooled(self.pool)
-        return found
+        return cov.pooled(self.pool) if fits and cov.pool is not self.pool else cov
 
     def note(self, node: Node, rule: str, assumes: str = "") -> None:
         """Add an operation to the receipt."""
@@ -132,11 +130,9 @@ class Propagator:
         for rule in (*_REGISTERED[node.op], *PATTERNS, *RULES[node.op]):
             found = rule(self, node)
             if found is not None:
-                self.longest = max(self.longest, found.cov.shape[0])
+                self.longest = max(self.longest, found.base.shape[0])
                 if found.base.node is None:  # not a view of what was known
-                    found.base.node = node
-                    found.base.cov = found.cov.at_landmarks(self.landmarks)
-                    self.pooled(found)
+                    found.base.node, found.base.finish = node, self.finished
                 return found
         shared = (
             "" if graph.independent(*node.operands) else ", which have a random array in common"
@@ -145,15 +141,6 @@ class Propagator:
         raise errors.refuse(
             what, node.source, f"No rule or pattern covers it. {errors.register(node)}"
         )
-
-
-class Pooled(Exception):  # noqa: N818 (control flow, not an error)
-    """Restart the pass with this pool, and whether that is what the output reads.
-
-    C serves the sum that it is of: the pool follows the read-out, a class token or a mean over tokens.
-    If more than one token is read under a mask, it holds the tokens which the mask shows instead: one
-    that is hidden, by a causal mask or padding, must not contribute to sums taken before the attention.
-    """
 
 
 PATTERNS: list[Rule] = []  # tried first, whatever the primitive
@@ -202,10 +189,16 @@ def propagation_rule(primitive: str) -> Callable[[Callable[..., tuple[Array, Any
             operands = list(node.operands)
             first = operands.pop(next(i for i, x in enumerate(operands) if graph.is_random(x)))
             x = propagator.moments(first).sequence()
-            others = [propagator.moments(y).array() if graph.is_random(y) else y for y in operands]
-            mean, cov = function(x.mean, x.cov, *others, **node.params)
+            others = [propagator.moments(y) if graph.is_random(y) else y for y in operands]
+
+            def compute() -> tuple[Any, ...]:
+                means = (y.array() if isinstance(y, Moments) else y for y in others)
+                return function(x.mean, x.cov, *means, **node.params)
+
             propagator.note(node, getattr(function, "__name__", "a rule"), "registered")
-            return x.changed(mean, cov, node.shape, None)
+            places = arrays.ordered(node.shape, *x.axes)
+            t = math.prod(node.shape[i] for i in x.tokens)
+            return Moments(Base((t, node.size // t), compute, None), places)
 
         _REGISTERED[primitive] = [applied]
         return function
@@ -321,38 +314,26 @@ def _run(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[Arr
             return Weight.of(x)
         return _random(propagator, *x) if is_random_input(x) else jnp.asarray(x)
 
-    def record(propagator: Propagator) -> None:
+    def computed() -> tuple[Array, Any]:
         arguments = [argument(x) for x in leaves]
         recorder = Recorder(propagator.repeats, unrolls=propagator.unrolls)
         (propagator.output,) = recorder.run(traced.jaxpr, traced.consts, arguments)
+        m = propagator.moments(propagator.output)  # the plan
+        if propagator.landmarks is not None and propagator.landmarks > propagator.longest:
+            raise ValueError(
+                "`landmarks` needs to be at most the number of tokens of the longest sequence, "
+                f"{propagator.longest}. Got {propagator.landmarks}. None means all of up to 256 tokens."
+            )
+        return m.sequence(*arrays.by_last_axis(m.ndim)).moments
 
-    def one_pass(propagator: Propagator) -> Moments:
-        record(propagator)
-        return propagator.moments(propagator.output)
-
-    if propagator.awaits_pool and not any(map(is_random_input, leaves)):
-        _look_ahead(propagator, record)
-    m = propagator.run(one_pass)
-    if propagator.landmarks is not None and propagator.landmarks > propagator.longest:
-        raise ValueError(
-            "`landmarks` needs to be at most the number of tokens of the longest sequence, "
-            f"{propagator.longest}. Got {propagator.landmarks}. None means all of up to 256 tokens."
-        )
-    found = m.sequence(*arrays.by_last_axis(m.ndim))
-    return found.mean, found.cov
-
-
-def _look_ahead(propagator: Propagator, record: Callable[[Propagator], None]) -> None:
-    """Find the pool by a pass in `Diagonal`, which takes a small part of a restarted one's time."""
-    ahead = Propagator(Diagonal, looks_ahead=True, repeats=propagator.repeats)
     try:
-        record(ahead)
-        if ahead.reads is not None:
-            ahead.moments(ahead.output)
-    except Pooled as found:
-        propagator.pool, propagator.reading = found.args
-    except PropagationError:  # the pass itself tells
-        pass
+        return computed()
+    except PropagationError:
+        if propagator.unrolls:
+            raise
+        # What a loop cannot carry, its operations one by one may.
+        propagator = Propagator(propagator.structure, propagator.landmarks, unrolls=True)
+        return computed()
 
 
 def _random(propagator: Propagator, mean: Any, cov: Any) -> Node:
@@ -366,11 +347,13 @@ def _random(propagator: Propagator, mean: Any, cov: Any) -> Node:
             f"{tuple(cov.shape)}."
         )
     own = Weight.of(Factorized(rows, jnp.zeros_like(rows)))
-    moments = propagator.pooled(arrays.made(rows, cov, arrays.ordered(np.shape(mean), *axes)))
+    places = arrays.ordered(np.shape(mean), *axes)
+    moments = arrays.made(lambda: (rows, cov), rows.shape, places)
+    moments.base.finish = propagator.finished
     return graph.given(moments, rows.dtype, [own])
 
 
-_SHARED = "landmarks", "pool", "reading", "looks_ahead", "output"
+_SHARED = "landmarks", "pool", "reading", "output"
 
 
 @rule("loop")
@@ -385,24 +368,25 @@ def _loop(propagator: Propagator, node: Node) -> Moments:
     start = operands[carry]
     axes = (m := propagator.moments(start)).natural()
     x = m.sequence(*axes)
+    outer = {i: propagator.moments(v) for i, v in enumerate(operands) if isinstance(v, Node)}
     stacked = range(carry + 1, len(operands)) if length is not None else range(0)
     rows = {i: v.posterior if isinstance(v := operands[i], Weight) else v for i in stacked}
 
-    def body(mean: Array, cov: Any, rows: dict[int, Any]) -> tuple[Array, Any]:
+    def planned(start_base: Base, rows: dict[int, Any]) -> Sequence:
+        """The output of the body, of the array that it carries and of one row of each stack."""
         shared = {name: getattr(propagator, name) for name in _SHARED}
         inner = Propagator(propagator.structure, **shared)
         inner.repeats.update(propagator.repeats)
 
         def argument(i: int, value: Any) -> Any:
             if i == carry:
-                places = arrays.ordered(start.shape, *axes)
-                found = arrays.made(mean, _pooled_alike(inner, cov), places)
+                found = Moments(start_base, arrays.ordered(start.shape, *axes))
                 own = frozenset(weights_of(start, []))
                 return graph.given(found, start.dtype, own, start.weights - own)
             if isinstance(value, Node):
-                known = propagator.moments(value)
-                known = Moments(Base(known.mean, known.cov, ()), known.places)
-                return graph.given(known, value.dtype, value.weights)
+                known = outer[i]
+                base = Base(known.base.shape, lambda: known.base.numbers[:2])
+                return graph.given(Moments(base, known.places), value.dtype, value.weights)
             if i not in rows:
                 return value
             if not isinstance(value, Weight):
@@ -411,27 +395,37 @@ def _loop(propagator: Propagator, node: Node) -> Moments:
 
         arguments = [argument(i, value) for i, value in enumerate(operands)]
         (out,) = Recorder(inner.repeats).run(p["body"], p["consts"], arguments)
-        y = inner.moments(out).sequence(*axes)
+        found = inner.moments(out).sequence(*axes)
+        if length is None:
+            propagator.pool, propagator.reading = inner.pool, inner.reading
+        return found
+
+    # Once in advance, so that what it has no rule for is known before anything is computed.
+    planned(Base(x.shape, lambda: x.moments), jax.tree.map(lambda a: a[0], rows))
+
+    def body(mean: Array, cov: Any, rows: dict[int, Any]) -> tuple[Array, Any]:
+        y = planned(Base(x.shape, lambda: (mean, _pooled_alike(propagator, cov))), rows)
         form: Any = jax.tree.structure(cov)
         if jax.tree.structure(y.cov) != form:
             raise errors.refuse("a loop that changes what is kept of a covariance", node.source, "")
-        return jax.tree.map(lambda new, old: new.astype(old.dtype), (y.mean, y.cov), (mean, cov))
+        return jax.tree.map(lambda new, old: new.astype(old.dtype), y.moments, (mean, cov))
 
-    at = x.mean, _pooled_alike(propagator, x.cov)
-    if length is not None:
-        propagator.note(node, "loop", "steps independent")
+    def compute() -> tuple[Array, Any]:
+        at = x.mean, _pooled_alike(propagator, x.cov)
+        for known in outer.values():
+            known.base.numbers  # noqa: B018 (before the loop, not in it)
+        if length is None:
+            options = {name: p["options"][name] for name in ("policy", "prevent_cse")}
+            return jax.checkpoint(body, **options)(*at, {})
 
         def step(at: tuple[Array, Any], rows: dict[int, Any]) -> tuple[Any, None]:
             return body(*at, rows), None
 
-        (mean, cov), _ = jax.lax.scan(step, at, rows, length, unroll=p["options"]["unroll"])
-    else:
-        options = {name: p["options"][name] for name in ("policy", "prevent_cse")}
-        try:
-            mean, cov = jax.checkpoint(body, **options)(*at, {})
-        except Pooled:  # with an array of the checkpoint's own: say it again outside
-            mean, cov = body(*at, {})
-    return Moments(Base(mean, cov, None), arrays.ordered(node.shape, *axes))
+        return jax.lax.scan(step, at, rows, length, unroll=p["options"]["unroll"])[0]
+
+    if length is not None:
+        propagator.note(node, "loop", "steps independent")
+    return Moments(Base(x.shape, compute, None), arrays.ordered(node.shape, *axes))
 
 
 def _pooled_alike(propagator: Propagator, cov: Any) -> Any:

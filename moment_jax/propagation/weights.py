@@ -120,7 +120,7 @@ class Weight(arrays.View):
         else:
             dense = covariance_with(posterior, jnp.eye(mean.size, dtype=mean.dtype))
             cov = structure.project(dense.reshape(*mean.shape, *mean.shape))
-        return Base(mean, cov.at_landmarks(landmarks), (), self)
+        return Base(mean.shape, lambda: (mean, cov.at_landmarks(landmarks)), node=self)
 
 
 def overlap(left: Iterable[Weight], right: Iterable[Weight]) -> bool:
