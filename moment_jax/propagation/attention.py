@@ -1,17 +1,17 @@
 """Attention, recognised by what it computes: softmax of products of two projections, times a third."""
 
 import itertools
+import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
-from moment_jax.covariance.numerics import safe_divide, safe_sqrt
-from moment_jax.layers.dense import dense
 from moment_jax.layers.params import AttentionParams, DenseParams
+from moment_jax.layers.rules import rotate
 from moment_jax.layers.sublayers import attention_with_carry
 from moment_jax.posterior import Factorized, OutputShared, Point
 from moment_jax.propagation import arrays, regions
@@ -21,16 +21,8 @@ from moment_jax.propagation.errors import LINEARISE, refuse
 from moment_jax.propagation.graph import Node, as_weight, weights_in
 from moment_jax.propagation.joins import combined
 from moment_jax.propagation.propagator import Propagator, pattern
+from moment_jax.propagation.scores import Entries, Rows, Scores, product, read
 from moment_jax.propagation.weights import Weight, overlap, select
-
-
-class Rows(NamedTuple):
-    """What the rows of the scores' softmax see; arrays, or None where it holds for all of them."""
-
-    mask: Any  # where a weight may be positive
-    level: Any = None  # tokens whose weights do not depend on the scores, such as masked ones, (T,)
-    lost: Any = None  # of them, those without a defined weight, (T,)
-    even: Any = None  # the weights of these tokens, (T, S)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +32,43 @@ class Core(arrays.View):
     parts: tuple[Projection, ...]  # queries, keys and values
     columns: tuple[Places, ...]  # of these layers, (H, K)
     places: Places  # of the array's entries, in (T, H K)
+    scores: Scores
+    table: Places  # of each query's weights among all, (H, T, S)
     rows: Rows
 
     @property
     def width(self) -> int:
         """H K."""
         return self.columns[0].size
+
+    def settings(self) -> dict[str, Any]:
+        """What acts on the scores, for the rule."""
+        scores, table, (_, counts, _, _) = self.scores, self.table, self.rows
+        scale = product(scores.scale, table) if scores.scale else None
+        if counts is not None:
+            scale = jnp.asarray(counts, self.parts[0].x.dtype) * (1 if scale is None else scale)
+        return {
+            "scale": scale, "bias": scores.shift(table, self.rows), "cap": scores.cap,
+            "noise": scores.noise(table, self._products),
+        }  # fmt: skip
+
+    def _products(self) -> Array:
+        """Means of the products of queries and keys, (H, T, S)."""
+
+        def heads(part: Projection, columns: Places) -> Array:
+            y = part.layer.mean_output(part.x.mean)[:, columns]
+            return rotate(jnp.swapaxes(y, 0, 1), part.rotation)
+
+        query, key = map(heads, self.parts[:2], self.columns[:2])
+        return jnp.einsum("htk,hsk->hts", query, key)
+
+    def gate(self) -> Array | None:
+        """What multiplies the heads' outputs, (T, H K) or (1, H K)."""
+        if not self.scores.gates:
+            return None
+        heads, width = self.columns[2].shape
+        gate = jnp.asarray(product(self.scores.gates, self.table))[:, :, 0]
+        return jnp.repeat(jnp.broadcast_to(gate, (heads, gate.shape[1])).T, width, axis=1)
 
     @property
     def shares_columns(self) -> bool:
@@ -77,7 +100,7 @@ def _projected(
 ) -> Moments | None:
     """Attention with this output projection, if it takes the features of each token in one order."""
     own, other = arrays.factors(node)[side], arrays.factors(node)[1 - side]
-    if any(core.shape[i] > 1 for i in own.batch):
+    if any(core.shape[i] > 1 for i in own.batch) or core.scores.gates:
         return None
     rows = arrays.as_rows(core.places, own.free, own.contracted)
     first = np.arange(len(rows))[:, None] * core.width
@@ -95,7 +118,7 @@ def _moments(
     propagator: Propagator, node: Node, core: Core, output: DenseParams, places: Places
 ) -> Moments | None:
     query, key, value = core.parts
-    (mask, level, *_), x, source = core.rows, query.x, key.x
+    mask, x, source = core.rows.mask, query.x, key.x
     own, t = x.same(source), len(x.order)
     # Nothing is hidden by order where each looks at whom it is seen by, as in a batch of sequences.
     mutual = arrays.is_known(mask) and mask.ndim == 2 and np.array_equal(mask, np.transpose(mask))
@@ -104,11 +127,6 @@ def _moments(
     layers: Any = [part.params(c) for part, c in zip(core.parts, core.columns, strict=True)]
     if None in layers:
         return None  # no family for these columns
-    rotation = query.rotation
-    if level is not None:  # no score without a query
-        k = core.columns[0].shape[1]
-        rotation = jnp.eye(k, dtype=x.dtype)[None] if rotation is None else rotation
-        rotation = jnp.where(level[:, None, None], 0, rotation)
     of_query, of_key, of_value = layers
     params = AttentionParams(of_query, of_key, of_value, output)
     from_memory = not own and not isinstance(query.source, Node)
@@ -119,11 +137,19 @@ def _moments(
         seen = cov if read else cov.seen_by(mask, memory=not own)
         mean, cov, carried = attention_with_carry(
             x.mean, seen if own else x.cov, params, len(core.columns[0]), mask, 2,
-            memory=None if own else (source.mean, seen), turns=(rotation, key.rotation),
+            memory=None if own else (source.mean, seen), turns=(query.rotation, key.rotation),
+            **core.settings(),
         )  # fmt: skip
-        if level is not None:
-            mean, cov = _with_level_rows(core, output, mean, cov)
-        return mean, cov, (lambda cross: carried(None, cross)) if from_memory else carried
+        if core.rows.lost is not None:
+            mean = jnp.where(core.rows.lost.any(0), jnp.nan, mean)
+        gate = core.gate()
+        if gate is None:
+            return mean, cov, (lambda cross: carried(None, cross)) if from_memory else carried
+
+        def gated(*crosses: Any) -> Any:
+            return carried(*([None, *crosses] if from_memory else crosses)).rescale(gate)
+
+        return mean * gate, cov.rescale(gate), gated
 
     assumed = "input and weights independent"
     if not own and isinstance(query.source, Node):
@@ -131,7 +157,12 @@ def _moments(
         if overlap(weights_in(query.source), weights_in(key.source)):
             assumed += ", though x has attended to it before"
         for part in (key, value):
-            part.product.memory = True
+            part.product.apart |= {
+                i for i, y in enumerate(part.product.operands) if isinstance(y, Node)
+            }
+    for at, i in core.scores.apart:
+        assumed += "; so is what is random in the scale or the bias of the scores"
+        at.apart.add(i)
     if propagator.structure.entrywise and core.shares_columns:
         assumed += "; heads too, though they share keys or values"
     if query.rotation is not None or key.rotation is not None:
@@ -139,19 +170,6 @@ def _moments(
     propagator.note(node, "attention" if own else "cross_attention", assumed)
     shape = t, output.kernel.shape[1]
     return arrays.made(compute, shape, places, source if from_memory else x)
-
-
-def _with_level_rows(core: Core, output: DenseParams, mean: Any, cov: Any) -> tuple[Any, Any]:
-    """The moments, with averages of the values in the rows that do not depend on the scores."""
-    value, (_, level, lost, even) = core.parts[2], core.rows
-    width = value.layer.kernel.shape[1]
-    pick = jax.nn.one_hot(core.columns[2].ravel(), width, dtype=mean.dtype).T
-    average, spread = dense(even @ value.x.mean, value.x.cov.map_tokens(even), value.layer)
-    average, spread = dense(average @ pick, spread.map_features(pick), output)
-    mean = jnp.where(level[:, None], average, mean)
-    size = safe_sqrt(safe_divide(spread.variance(), cov.variance()))
-    cov = cov.rescale(jnp.where(level[:, None], size, 1))
-    return jnp.where(lost[:, None], jnp.nan, mean), cov
 
 
 def _core(propagator: Propagator, node: Node) -> Core | None:
@@ -162,28 +180,43 @@ def _core(propagator: Propagator, node: Node) -> Core | None:
         weights, values = node.operands[side], node.operands[1 - side]
         if not isinstance(weights, Node) or isinstance(values, Weight):
             continue
-        before = regions.sources(weights, lambda n: n.op in regions.BY_ROW)
-        scores = next((x for x in before if x.op == "dot_general"), None)
-        if scores is None or any(isinstance(x, Weight) for x in scores.operands):
-            continue
-        if not any(n.op in ("exp", "exp2") for n in regions.between(weights, [scores])):
+        scores = read(propagator, weights)
+        if scores is None:
             continue
         # As layers of one array, or else as one array in which all three stand side by side.
-        nodes = (*scores.operands, values)
+        nodes = (*scores.product.operands, values)
         parts = [projection(propagator, x) for x in nodes]
         layout = None
         if None not in parts and _each_used_once(nodes, parts):
-            layout = _layout(node, side, weights, scores, parts)
-        of_layers = layout is not None and _of_one_array(propagator, layout[0])
+            layout = _layout(node, side, scores, parts)
+        of_layers = layout is not None and _of_one_array(propagator, layout)
         if not of_layers:
-            axes = *arrays.factors(scores), arrays.factors(node)[1 - side]
+            axes = *arrays.factors(scores.product), arrays.factors(node)[1 - side]
             features = [(*a.batch, *a.contracted) for a in axes[:2]]
             features.append((*axes[2].batch, *axes[2].free))
             parts = [_as_it_is(propagator, *x) for x in zip(nodes, features, strict=True)]
-            layout = _layout(node, side, weights, scores, parts)
-        core = None if layout is None else _read(propagator, weights, scores, *layout)
-        return core if core is None or of_layers else _side_by_side(propagator, node, core)
+            layout = _layout(node, side, scores, parts)
+        if layout is None or layout.columns[2].shape[1] != layout.columns[0].shape[1]:
+            return None
+        if any(gate.shown(layout.table).shape[2] > 1 for gate in scores.gates):
+            what = "attention with weights that are multiplied key by key"
+            raise refuse(what, weights.source, f"Add the logarithm to the scores, or {LINEARISE}.")
+        core = _scaled(layout)
+        return core if of_layers else _side_by_side(propagator, node, core)
     return None
+
+
+def _scaled(core: Core) -> Core:
+    """The scores' factor as one of the queries, where it is one number; the rule divides by sqrt(K)."""
+    scale, root = core.scores.scale, core.columns[0].shape[1] ** 0.5
+    if any(f.random or f.of.size > 1 for f in scale):
+        whole = (*scale, Entries(np.full(1, root), np.zeros_like(core.scores.places)))
+        return replace(core, scores=replace(core.scores, scale=whole))
+    number = math.prod((f.number for f in scale), start=root)
+    query, *others = core.parts
+    same = arrays.is_known(number) and math.isclose(number, 1, rel_tol=core.scores.eps)
+    parts = query if same else query.times(number), *others
+    return replace(core, parts=parts, scores=replace(core.scores, scale=()))
 
 
 def _of_one_array(propagator: Propagator, core: Core) -> bool:
@@ -200,7 +233,11 @@ def _as_it_is(propagator: Propagator, value: Any, features: Axes) -> Projection:
     """Any array as a layer of itself, rotated if it is; a certain one has these features."""
 
     def rotation(n: Node) -> Projection | None:
-        return None if arrays.is_view(n) else rotated(n, partial(identity, propagator))
+        return (
+            None
+            if arrays.is_view(n)
+            else rotated(propagator, n, partial(identity, propagator, features=features))
+        )
 
     found = regions.through_views(value, rotation)
     return identity(propagator, value, features) if found is None else found
@@ -225,23 +262,15 @@ def _side_by_side(propagator: Propagator, node: Node, core: Core) -> Core:
     parts = [replace(part, x=both, layer=layer) for part in core.parts]
     parts[0] = parts[0].times(scale)
     columns = tuple(c + start for c, start in zip(core.columns, (0, *ends[:-1]), strict=True))
-    rows = core.rows
     if queries != keys:  # further queries and keys, at which nobody looks
-        more, none = (0, count - queries), (0, 0)
-        beyond = (0, count - keys)
-        mask = jnp.ones((1, keys), bool) if rows.mask is None else rows.mask
-        mask = jnp.broadcast_to(mask, (len(core.columns[0]), queries, keys))
-        mask = jnp.pad(mask, (none, more, none), constant_values=True)
-        rows = rows._replace(mask=jnp.pad(mask, (none, none, beyond)))
-        if rows.level is not None:
-            level, lost = (jnp.pad(row, more) for row in (rows.level, rows.lost))
-            rows = Rows(rows.mask, level, lost, jnp.pad(rows.even, (more, beyond)))
+        beyond = (0, 0), (0, count - queries), (0, count - keys)
+        core = replace(core, table=np.pad(core.table, beyond, constant_values=-1))
         rotations = [part.rotation for part in parts]
         rotations = [
-            r if r is None else jnp.pad(r, ((0, count - len(r)), none, none)) for r in rotations
+            r if r is None else jnp.pad(r, ((0, count - len(r)), (0, 0), (0, 0))) for r in rotations
         ]
         parts = [replace(part, rotation=r) for part, r in zip(parts, rotations, strict=True)]
-    return replace(core, parts=tuple(parts), columns=columns, rows=rows)
+    return replace(core, parts=tuple(parts), columns=columns, rows=core.scores.seen(core.table))
 
 
 def _each_used_once(nodes: tuple[Node, ...], parts: list[Any]) -> bool:
@@ -270,115 +299,16 @@ def _each_used_once(nodes: tuple[Node, ...], parts: list[Any]) -> bool:
     return True
 
 
-def _read(
-    propagator: Propagator, weights: Node, scores: Node, core: Core, at_scores: Places,
-    at_weights: Places,
-) -> Core | None:  # fmt: skip
-    """Mask and scale, read off the values of the weights; None if these are no softmax of the scores."""
-    odd = regions.misfit(weights, scores, regions.SOFTMAX)
-    if odd is not None:
-        what = f"attention with `{odd.op}` between its scores and its weights"
-        raise refuse(what, odd.source, f"Without it, attention has a rule; or {LINEARISE}.")
-    width = core.columns[0].shape[1]
-    if core.columns[2].shape[1] != width:
-        return None
-    zero = np.zeros(scores.shape, scores.dtype)
-    x = np.random.default_rng(0).normal(size=scores.shape).astype(scores.dtype).astype(float)
-    flat, noisy, large = (
-        arrays.take(regions.probe(weights, scores, s, regions.stand_in), at_weights)
-        for s in (zero, x, 16 * x)
-    )
-    rows, used = _rows(flat, noisy), arrays.take(x, at_scores)
-    if rows.level is not None:  # known to be: no scores there
-        used = np.where(rows.level[:, None], 0, used)
-    allowed = rows.mask
-    noisy = np.where(np.isnan(noisy), 1 / noisy.shape[-1], noisy)
-    scale = _scale(used, noisy, allowed, width)
-    eps = float(jnp.finfo(scores.dtype).eps)
-    for size, found in ((1, noisy), (16, large)):
-        logits = np.where(allowed, size * scale * used, -np.inf)
-        expected = np.exp(logits - logits.max(-1, keepdims=True))
-        expected = expected / expected.sum(-1, keepdims=True)
-        found = np.where(np.isnan(found).any(-1, keepdims=True), expected, found)  # overflown
-        if not np.allclose(found, expected, atol=min(1e4 * eps, 0.1)):
-            return None  # biases of scores, sinks
-    both = [regions.compute([weights], {scores: s})[0] for s in (zero, x.astype(zero.dtype))]
-    if not all(map(arrays.is_known, both)):
-        rows = _rows(*(arrays.take(y, at_weights) for y in both))
-        if _same_for_all(propagator, weights, scores, at_scores):
-            rows = rows._replace(mask=rows.mask[0, :1])
-    elif allowed.all():
-        rows = rows._replace(mask=None)
-    elif (allowed == allowed[:1]).all():
-        same = (allowed == allowed[:1, :1]).all()
-        rows = rows._replace(mask=jnp.asarray(allowed[0, :1] if same else allowed[0]))
-    query, *others = core.parts
-    factor = scale * width**0.5
-    query = query if abs(factor - 1) < min(1e3 * eps, 0.01) else query.times(factor)
-    return replace(core, parts=(query, *others), rows=rows)
-
-
-def _same_for_all(propagator: Propagator, weights: Node, scores: Node, at_scores: Places) -> bool:
-    """Whether a mask that is not known while tracing is the same for all heads and queries."""
-    row_of = np.empty(scores.size, int)  # of each score, its head and query
-    heads, queries, keys = at_scores.shape
-    row_of[at_scores.ravel()] = np.repeat(np.arange(heads * queries), keys)
-    for node in regions.between(weights, [scores]):
-        unknown = [x for x in node.operands if not isinstance(x, Node) and not arrays.is_known(x)]
-        if not unknown:
-            continue
-        places = regions.follow(node, scores)
-        if places is None or any(np.shape(x) != tuple(node.shape) for x in unknown):
-            return False
-        row = row_of[places]
-        varying = {i for i in range(row.ndim) if (row != row.take([0], i)).any()}
-        constant = (propagator.repeats.get(id(x), (x, set()))[1] for x in unknown)
-        if not all(varying <= axes for axes in constant):
-            return False
-    return True
-
-
-def _rows(flat: Any, noisy: Any) -> Rows:
-    """What rows see, from the weights (H, T, S) of zero scores and of others."""
-    known = arrays.is_known(flat)
-    xp: Any = np if known else jnp
-    lost = xp.isnan(flat).any(-1)
-    level = (xp.abs(flat - noisy) < 1e-6).all(-1) & ((flat > 0).sum(-1) > 1) | lost
-    apart = (level != level[:1]).any(0) | (lost != lost[:1]).any(0)
-    mask = (flat > 0) | lost[..., None]
-    if known and (apart.any() or not level.any()):
-        return Rows(mask)
-    # Rows that are level in some heads alone have no rule; while tracing nobody can see them.
-    return Rows(mask, level[0], lost[0] | apart, xp.nan_to_num(flat[0]))
-
-
-def _scale(x: np.ndarray, weights: np.ndarray, allowed: np.ndarray, width: int) -> float:
-    """The factor of the scores in the softmax, by regression of the log weights on the scores."""
-
-    def centred(a: np.ndarray) -> np.ndarray:
-        total = np.where(allowed, a, 0).sum(-1, keepdims=True)
-        return np.where(allowed, a - total / np.maximum(allowed.sum(-1, keepdims=True), 1), 0)
-
-    dx, dw = centred(x), centred(np.log(np.where(allowed, weights, 1.0)))
-    total = float((dx**2).sum())
-    return float((dx * dw).sum()) / total if total > 0 else width**-0.5
-
-
-def _layout(
-    node: Node, side: int, weights: Node, scores: Node, parts: list[Any]
-) -> tuple[Core, Places, Places] | None:
+def _layout(node: Node, side: int, scores: Scores, parts: list[Any]) -> Core | None:
     """Attention whose output is `node`, with the weights on this side of the product.
 
-    And the places of the scores, and of the weights, in their arrays, (H, T, S). `parts` are the left
-    and the right factor of the scores, and the values.
+    `parts` are the left and the right factor of the scores, and the values.
     """
-    shown = regions.follow(weights, scores)
-    if shown is None:
-        return None
     own, other = arrays.factors(node)[side], arrays.factors(node)[1 - side]
     # Places of the scores and of the weights, (batch, rows, keys) of the product, like all that follows.
-    at, entry = arrays.as_rows(shown, *own), arrays.as_rows(arrays.numbered(weights.shape), *own)
-    both = [p.decoded(*f) for p, f in zip(parts, arrays.factors(scores), strict=False)]
+    at = arrays.as_rows(scores.places, *own)
+    entry = arrays.as_rows(arrays.numbered(scores.places.shape), *own)
+    both = [p.decoded(*f) for p, f in zip(parts, arrays.factors(scores.product), strict=False)]
     batch, *rows = np.unravel_index(at, (*both[0][0].shape[:2], both[1][0].shape[1]))
     # The token and the columns of the left and of the right factor of each score.
     tokens, columns = zip(
@@ -412,6 +342,8 @@ def _layout(
     width = own_columns.shape[-1]
     output = (query[..., 0] * len(heads) + head[..., 0])[..., None] * width + np.arange(width)
     output = arrays.in_product(node, side, output)
-    core = Core(tuple(parts), (*(c[b, i, j] for c in columns), own_columns), output, Rows(None))
-    at_scores, at_weights = (np.where(table < 0, -1, x.ravel()[table]) for x in (at, entry))
-    return core, at_scores, at_weights
+    table = np.where(table < 0, -1, entry.ravel()[table])
+    if not scores.whole_rows(table):
+        return None
+    used = (*(c[b, i, j] for c in columns), own_columns)
+    return Core(tuple(parts), used, output, scores, table, scores.seen(table))

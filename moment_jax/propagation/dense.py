@@ -309,16 +309,21 @@ def projection(propagator: Propagator, node: Any) -> Projection | None:
             return read_dense(propagator, n)
         found = _with_bias(n, inner) if n.op == "add" else None
         found = _scaled(n, inner) if n.op in ("mul", "div") else found
-        return rotated(n, inner) if found is None else found
+        return rotated(propagator, n, inner) if found is None else found
 
     return regions.through_views(node, read)
 
 
 def identity(propagator: Propagator, value: Any, features: Axes = ()) -> Projection:
-    """An array as a layer of itself; a certain one has these features."""
-    random = isinstance(value, Node)
-    m = propagator.moments(value) if random else propagator.certain(value, features)
-    x = m.sequence()
+    """An array as a layer of itself; it has these features if it is certain, or the same along them."""
+    if isinstance(value, Node):
+        m = propagator.moments(value)
+        (tokens, own), varying = m.natural(), m.axes()[0]
+        repeated = tuple(i for i in tokens if i in features and i not in varying)
+        tokens = tuple(i for i in tokens if i not in repeated)
+        x = m.sequence(tokens, tuple(sorted((*own, *repeated))))
+    else:
+        x = propagator.certain(value, features).sequence()
     layer = DenseParams(Point(jnp.eye(x.shape[1], dtype=x.dtype)))
     return Projection(x, layer, arrays.ordered(np.shape(value), *x.axes), value, value)
 
@@ -352,8 +357,8 @@ def _scaled(node: Node, inner: Reader) -> Projection | None:
     return None
 
 
-def rotated(node: Node, inner: Reader) -> Projection | None:
-    """A known linear map of the last axis, different for each token, such as rotary positions."""
+def rotated(propagator: Propagator, node: Node, inner: Reader) -> Projection | None:
+    """A certain linear map of the last axis, different for each token, such as rotary positions."""
 
     def linear(n: Node) -> bool:
         summed = n.op in ("add", "sub", "neg", "concatenate")
@@ -363,27 +368,87 @@ def rotated(node: Node, inner: Reader) -> Projection | None:
         if source.shape != node.shape or source.op == "concatenate":
             continue
         found = inner(source)
-        if found is None or found.rotation is not None:
+        terms = None if found is None else _terms(propagator, node, source)
+        if found is None or found.rotation is not None or terms is None:
             return None
-        rotation = _rotation(node, source, found)
-        return None if rotation is None else replace(found, rotation=jnp.asarray(rotation))
+        rotation = _rotation(terms, found)
+        return None if rotation is None else replace(found, rotation=rotation)
     return None
 
 
-def _rotation(node: Node, source: Node, inner: Projection) -> np.ndarray | None:
-    """The matrix that maps the last axis, by token, (T, K, K); None for any other map."""
-    k = node.shape[-1]
-    x = np.random.default_rng(0).normal(size=node.shape)
-    inputs = [x, *(np.broadcast_to(unit, node.shape) for unit in np.eye(k))]
-    outputs = [regions.probe(node, source, value) for value in inputs]
-    if not all(map(arrays.is_known, outputs)):
+class _Term(NamedTuple):
+    """A summand of each entry of an array: an entry of another, times entries of certain arrays."""
+
+    places: Places
+    factors: tuple[tuple[Any, Places], ...] = ()
+
+    def moved(self, move: Callable[[Places], Any]) -> "_Term":
+        """That of an array whose entries are rearranged; -1 is none."""
+        return _Term(move(self.places), tuple((array, move(at)) for array, at in self.factors))
+
+
+def _terms(propagator: Propagator, node: Node, source: Node) -> list[_Term] | None:
+    """An array as a sum of rearranged and multiplied entries of another; None if it is none."""
+    if node is source:
+        return [_Term(arrays.numbered(node.shape))]
+    found: list[Any] = [_terms(propagator, x, source) for x in node.nodes]
+    if not found or None in found:
         return None
-    expected, *images = (np.reshape(y, (-1, k)) for y in outputs)
+    first, *others = found
+    minus = np.full(1, -1.0), np.zeros(node.shape, int)
+    if arrays.is_view(node):
+        if arrays.moved(node, first[0].places, node.operands[1:]) is None:
+            return None
+        rest = node.operands[1:]
+        return [
+            t.moved(lambda at: (arrays.moved(node, at, rest) or [])[node.output]) for t in first
+        ]
+    if node.op == "neg":
+        return [_Term(t.places, (*t.factors, minus)) for t in first]
+    if node.op in ("add", "sub") and others:
+        signs = (minus,) if node.op == "sub" else ()
+        return [*first, *(_Term(t.places, (*t.factors, *signs)) for t in others[0])]
+    if node.op == "mul" and not others:
+        (array,) = (x for x in node.operands if not isinstance(x, Node))
+        factor = propagator.entries(array, node.shape)
+        return [_Term(t.places, (*t.factors, factor)) for t in first]
+    if node.op != "concatenate" or len(found) < len(node.operands):
+        return None
+    axis, start, whole = node.params["dimension"], 0, []
+    for part, x in zip(found, node.nodes, strict=True):
+        after = node.shape[axis] - start - x.shape[axis]
+        sides = [(start, after) if i == axis else (0, 0) for i in range(node.ndim)]
+        start += x.shape[axis]
+        whole += [t.moved(partial(np.pad, pad_width=sides, constant_values=-1)) for t in part]
+    return whole
+
+
+def _rotation(terms: list[_Term], inner: Projection) -> Any:
+    """The matrix that maps the last axis, by token, (T, K, K); None for any other map."""
+    k = inner.shape[-1]
     tokens = inner.places.reshape(-1, k)[:, 0] // inner.layer.kernel.shape[1]
-    _, first = np.unique(tokens, return_index=True)
-    matrices = np.stack(images, axis=1)[first]
-    found = np.einsum("nj,njk->nk", x.reshape(-1, k), matrices[tokens])
-    return matrices if np.allclose(found, expected, atol=1e-4) else None
+    _, first, of_first = np.unique(tokens, return_index=True, return_inverse=True)
+    known = all(arrays.is_known(array) for t in terms for array, _ in t.factors)
+    matrices: Any = (np if known else jnp).zeros((len(first), k, k), inner.x.dtype)
+    for t in terms:
+        row, column = np.divmod(t.places.reshape(-1, k), k)
+        there = t.places.reshape(-1, k) >= 0
+        value: Any = np.where(there, 1.0, 0.0)
+        for array, at in t.factors:
+            value = value * arrays.take(array, at).reshape(-1, k)
+        # Heads of one token share its matrix; what is not known is the same if it is the same entry.
+        shown = value if known else np.stack([at.reshape(-1, k) for _, at in t.factors])
+        alike = np.array_equal(shown[..., first[of_first], :], shown)
+        if not (row == np.arange(len(row))[:, None])[there].all() or not alike:
+            return None
+        if (column != column[first[of_first]])[there].any():
+            return None
+        entry = np.arange(len(first))[:, None], column[first], np.arange(k)[None]
+        if known:
+            np.add.at(matrices, entry, value[first])
+        else:
+            matrices = matrices.at[entry].add(value[first])
+    return jnp.asarray(matrices)
 
 
 def _tied(propagator: Propagator, node: Node) -> Moments | None:

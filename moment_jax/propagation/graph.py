@@ -40,7 +40,8 @@ class Node:
     moments: Moments | None = None
     weights: frozenset[Weight] = frozenset()  # on which it depends
     tied: bool = False  # whether an operand is a weight on which another depends
-    memory: bool = False  # whether its random operand is taken as independent of all else
+    apart: set[int] = dataclasses.field(default_factory=set)
+    """Operands, by number, that are taken as independent of all else."""
 
     def __post_init__(self) -> None:
         found = [weights_in(x) for x in self.operands]
@@ -72,7 +73,12 @@ class Node:
     @property
     def origins(self) -> list[Node]:
         """The operands that are nodes and count for what it depends on."""
-        return [] if self.memory else self.nodes
+        return [x for x in self.counted if isinstance(x, Node)]
+
+    @property
+    def counted(self) -> list[Value]:
+        """The operands that count for what it depends on."""
+        return [x for i, x in enumerate(self.operands) if i not in self.apart]
 
 
 def given(
@@ -83,7 +89,7 @@ def given(
     `attended` are the weights on which it depends through attention to a memory alone.
     """
     memory = Node(_GIVEN, {}, tuple(attended), (), dtype, ())
-    edge = Node(_GIVEN, {}, (memory,), (), dtype, (), memory=True)
+    edge = Node(_GIVEN, {}, (memory,), (), dtype, (), apart={0})
     operands = (*weights, edge) if memory.weights else tuple(weights)
     node = Node(_GIVEN, {}, operands, moments.shape, dtype, ())
     node.moments = moments
@@ -167,7 +173,13 @@ class Recorder:
         """Results of an equation."""
         name = eqn.primitive.name
         if not any(map(is_random, operands)) and name not in ("jit", "pjit"):
+            views = name == "broadcast_in_dim"  # of one mask, however often it is used
+            again = (id(operands[0]), str(eqn.params)) if views else None
+            if again in self.found:
+                return self.found[again][1]
             results = arrays.evaluate(eqn.primitive, operands, eqn.params)
+            if views:
+                self.found[again] = operands, results
             self._note_repeats(eqn, operands, results[0])
             if name in _DRAWS or any(id(x) in self.drawn for x in operands):
                 self.drawn.update({id(x): x for x in results})

@@ -19,7 +19,7 @@ from moment_jax.covariance import STRUCTURES, Covariance, Separable
 from moment_jax.covariance.token_gram import pool_read, pool_seen
 from moment_jax.posterior import Factorized, Posterior
 from moment_jax.propagation import arrays, errors, graph
-from moment_jax.propagation.arrays import Axes, Base, Moments, Sequence
+from moment_jax.propagation.arrays import Axes, Base, Moments, Places, Sequence
 from moment_jax.propagation.errors import PropagationError, Step, Steps, shapes
 from moment_jax.propagation.graph import Node, Recorder, Value
 from moment_jax.propagation.regions import reads, weights_of
@@ -113,6 +113,15 @@ class Propagator:
             found.base.finish = self.finished
             self.known[key] = array, found  # kept, so that no id is reused
         return self.known[key][1]
+
+    def entries(self, array: Any, shape: tuple[int, ...]) -> tuple[Any, Places]:
+        """A certain array (N,) without repeats, and the place in it of each entry of this shape."""
+        axes = self.repeats.get(id(array), (array, set()))[1]
+        x = np.asarray(array) if arrays.is_known(array) else array
+        small = x[tuple(slice(0, 1) if i in axes else slice(None) for i in range(x.ndim))]
+        number = arrays.uniform(small)
+        small = small if number is None else np.full((1,) * x.ndim, number, small.dtype)
+        return small.reshape(-1), np.broadcast_to(arrays.numbered(small.shape), shape)
 
     def finished(self, cov: Any) -> Any:
         """A covariance at the landmarks, and pooled if its sequence has the pool's length."""

@@ -47,9 +47,9 @@ _GUARDS = {"abs", "eq", "is_finite", "max", "ne", "select_n", "sign"}  # of sums
 def weights_of(
     root: Node, starts: Iterable[Any], operands: Callable[[Node], list[Node]] = lambda n: n.origins
 ) -> list[Weight]:
-    """The weights that an array depends on other than through `starts`, or a decoder's memory."""
+    """The weights that an array depends on other than through `starts`, but for operands taken apart."""
     nodes = sorted(between(root, starts, operands), key=lambda n: n.index)
-    weights = (x for n in nodes for x in n.operands if isinstance(x, Weight))
+    weights = (x for n in nodes for x in n.counted if isinstance(x, Weight))
     return list(dict.fromkeys(x for x in weights if not isinstance(x.posterior, Point)))
 
 
@@ -299,11 +299,3 @@ def through_views(node: Any, find: Callable[[Node], Any]) -> Any:
         places = None if inner is None else arrays.moved(node, inner.places, node.operands[1:])
         found = None if places is None else dataclasses.replace(inner, places=places[node.output])
     return found
-
-
-def stand_in(constant: Any) -> Any:
-    """A known array in place of a traced one: all True, or all NaN."""
-    if arrays.is_known(constant):
-        return constant
-    fill = True if constant.dtype == bool else np.nan
-    return np.full(constant.shape, fill, constant.dtype)

@@ -1,0 +1,498 @@
+"""From a product of queries and keys to the weights of attention, read operation by operation.
+
+From the weights down to the scores z, a product of two random arrays, lie
+
+    weights = gate * softmax(where(kept, cap(scale * z) + shift, other)).
+
+All but z is certain, known while tracing or not, and has any shape that broadcasts; a factor of the
+scale or of a shift may be a random array of weights alone, such as a table of relative positions. What
+does not read like this raises: nothing is guessed.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from moment_jax.expectations import ElementwiseMoments
+from moment_jax.layers.rules import ScoreNoise
+from moment_jax.posterior import Point
+from moment_jax.propagation import arrays, regions
+from moment_jax.propagation.arrays import Moments, Places
+from moment_jax.propagation.elementwise import Pieces, Transform, recognised
+from moment_jax.propagation.errors import LINEARISE, refuse
+from moment_jax.propagation.graph import Node, is_random
+from moment_jax.propagation.propagator import Propagator
+from moment_jax.propagation.weights import Weight
+
+UNSEEN = 64.0
+"""A key that is lower than the row's highest by more than this has no weight, exp(-64)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Entries(arrays.View):
+    """For each attention weight, the entry of an array that acts on its score."""
+
+    of: Any  # a certain array (N,), or a `Weight` or `Moments`
+    places: Places
+
+    @property
+    def random(self) -> bool:
+        """Whether it is a random array."""
+        return isinstance(self.of, Weight | Moments)
+
+    @property
+    def known(self) -> bool:
+        """Whether it is known while tracing."""
+        return arrays.is_known(self.of)
+
+    @property
+    def number(self) -> Any:
+        """The one number that acts on all scores, traced or not."""
+        return float(self.of[0]) if self.known else self.of[0]
+
+    @property
+    def mean(self) -> Any:
+        """Mean of the array, (N,)."""
+        if not self.random:
+            return self.of
+        belief = self.of.posterior.mean if isinstance(self.of, Weight) else self.of.base.numbers[0]
+        return belief.reshape(-1)
+
+    @property
+    def variance(self) -> Any:
+        """Variances of a random array, (N,)."""
+        if isinstance(self.of, Weight):
+            return self.of.posterior.marginal_variance().reshape(-1)
+        return self.of.base.numbers[1].variance().reshape(-1)
+
+    def shown(self, table: Places) -> Places:
+        """Which of them act on these weights, (H, T, S), with axes of length one where they repeat."""
+        return _merged(self.places.ravel()[np.maximum(table, 0)], (0, 1, 2))
+
+    def over(self, table: Places) -> Any:
+        """Their means, likewise."""
+        return arrays.take(self.mean, self.shown(table))
+
+
+Factors = tuple[Entries, ...]
+
+
+class Choice(NamedTuple):
+    """The scores where `kept` is `when`, and the sum of `other` elsewhere."""
+
+    kept: Entries
+    when: bool
+    other: tuple[Factors, ...]
+
+
+class Rows(NamedTuple):
+    """What the rows of the scores' softmax see, (H, T, S) or with axes of length one; or None."""
+
+    mask: Any = None  # which keys
+    counts: Any = None  # where the scores count: elsewhere the weights are those of the shift alone
+    shift: Any = None  # that is certain
+    lost: Any = None  # rows without a defined weight
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Attention weights as a function of the product that has their scores."""
+
+    product: Node
+    places: Places  # of the score of each weight
+    rows: Places  # the row of the softmax in which each weight is
+    length: int  # of these rows
+    eps: float  # of the scores' precision
+    gates: Factors
+    scale: Factors
+    cap: Transform | None
+    shifts: tuple[Factors, ...]  # each the product of its factors
+    choices: tuple[Choice, ...]  # from the outermost inwards
+    apart: tuple[tuple[Node, int], ...]  # operands that are random shifts and factors
+
+    def whole_rows(self, table: Places) -> bool:
+        """Whether each row of the table (H, T, S) holds one whole row of the softmax."""
+        row = self.rows.ravel()[table]
+        first = row.max(2, where=table >= 0, initial=0)
+        same = ((row == first[:, :, None]) | (table < 0)).all()
+        return bool(same and ((table >= 0).sum(2) == self.length).all())
+
+    def seen(self, table: Places) -> Rows:
+        """What the rows see, for the weights in this table (H, T, S); those at -1 are none."""
+        certain = [shift for shift in self.shifts if not any(f.random for f in shift)]
+        there = table >= 0
+        there |= ~there.any(2, keepdims=True) & there.any(1, keepdims=True)  # rows of no weights
+        if not certain and not self.choices:
+            return Rows(None if there.all() else _mask(_merged(there)))
+        used = [*certain, *(shift for choice in self.choices for shift in choice.other)]
+        known = all(
+            f.known for f in (*(f for s in used for f in s), *(c.kept for c in self.choices))
+        )
+        xp: Any = np if known else jnp
+        base, kept = _total(certain, table), np.ones((1, 1, 1), bool)
+        for choice in reversed(self.choices):
+            on = choice.kept.over(table) == choice.when
+            base, kept = xp.where(on, base, _total(choice.other, table)), kept & on
+        base = base if there.all() else xp.where(there, base, -np.inf)
+        base = xp.broadcast_to(base, (*base.shape[:2], table.shape[2]))
+        top = base.max(-1, keepdims=True)
+        lost = top == -np.inf
+        base = base - xp.where(lost, 0, top)
+        mask = (base > -UNSEEN) | (lost & there)
+        # No score counts where none is kept, nor beside a number so large that it rounds all away.
+        counts = (kept & mask).any(-1, keepdims=True) & (top * self.eps > -1)
+        hides = not certain and all(_hides(choice.other) for choice in self.choices)
+        counts = counts if hides else counts & (kept | ~mask)
+        shift = None if hides else xp.where(mask, base, 0)
+        if not known:
+            return Rows(_mask(mask), counts, shift, lost)
+        return Rows(
+            None if mask.all() else _mask(_merged(mask)),
+            None if counts.all() else _merged(counts),
+            None if shift is None or not shift.any() else _merged(shift),
+            lost if lost.any() else None,
+        )
+
+    def noise(self, table: Places, scores: Callable[[], Any]) -> tuple[ScoreNoise, ...]:
+        """The random parts; `scores` are the means of the product, for what is random in the scale."""
+        parts: list[tuple[Factors, Any]] = [(shift, None) for shift in self.shifts]
+        found = []
+        for factors, mean in [*parts, (self.scale, scores)]:
+            for x in (x for x in factors if x.random):
+                rest = product([y for y in factors if y is not x], table)
+                factor = rest if mean is None else rest * mean()
+                places = x.places.ravel()[np.maximum(table, 0)]
+                found.append(ScoreNoise(x.variance, places, factor))
+        return tuple(found)
+
+    def shift(self, table: Places, rows: Rows) -> Any:
+        """The mean of what is added to the scores, or None."""
+        random = [shift for shift in self.shifts if any(f.random for f in shift)]
+        if not random:
+            return rows.shift
+        mean = _total(random, table)
+        return mean if rows.shift is None else rows.shift + mean
+
+
+def product(factors: Iterable[Entries], table: Places) -> Any:
+    """The product of the means, (H, T, S) or with axes of length one."""
+    return math.prod((f.over(table) for f in factors), start=np.ones((1, 1, 1), np.float32))
+
+
+def _total(shifts: Iterable[Factors], table: Places) -> Any:
+    return sum((product(s, table) for s in shifts), start=np.zeros((1, 1, 1), np.float32))
+
+
+def _mask(array: Any) -> Any:
+    """(T, S) or (1, S) if it is the same for all heads."""
+    return array[0] if len(array) == 1 else array
+
+
+def _merged(array: np.ndarray, axes: tuple[int, ...] = (0, 1)) -> np.ndarray:
+    """The array with these of its axes, (H, T, S), of length one where all along them are alike."""
+    for axis in axes:
+        first = array.take([0], axis)
+        array = first if (array == first).all() else array
+    return array
+
+
+def _hides(other: tuple[Factors, ...]) -> bool:
+    """Whether a key with this number in place of a score is hidden beside any score."""
+    factors = [f for shift in other for f in shift]
+    single = len(other) == 1 and all(f.known and f.of.size == 1 for f in factors)
+    return single and math.prod(f.number for f in factors) < -1e4
+
+
+def read(propagator: Propagator, weights: Node) -> Scores | None:
+    """The weights of attention as a function of its scores; None if they are not made of a product.
+
+    Raises:
+      PropagationError: if they are, but not by the formula above; names the operation.
+    """
+    before = _products(weights)
+    if not before:
+        return None
+    found = _read(propagator, weights)
+    if isinstance(found, Scores):
+        return found
+    if any(len(n.nodes) == 2 for n in before):
+        node, what = found
+        fix = "Attention is softmax(where(mask, scale * q k^T + bias, number)), also with a smooth cap"
+        raise refuse(f"attention with {what}", node.source, f"{fix}. Write it so, or {LINEARISE}.")
+    return None  # a function of a layer with a known kernel, perhaps
+
+
+def _read(propagator: Propagator, weights: Node) -> Scores | tuple[Node, str]:
+    """`read`; or the operation that does not fit, and why."""
+    walk = Walk(propagator, weights, arrays.numbered(weights.shape))
+    while (softmax := _softmax(walk.node)) is None:
+        if not walk.step() or walk.shifts or walk.choices:
+            return walk.node, "weights that are no softmax of its scores"
+    gates, walk.factors = tuple(walk.factors), []
+    argument, axis = softmax.argument, softmax.axis
+    rows = arrays.numbered(argument.shape).take([0], axis)
+    rows = np.broadcast_to(rows, argument.shape).ravel()[walk.places]
+    if softmax.kept is not None:
+        none = walk.certain(np.float32(-np.inf))
+        walk.choices.append(Choice(walk.certain(softmax.kept), softmax.when, ((none,),)))
+    if softmax.factor != 1:
+        walk.factors.append(walk.certain(np.float64(softmax.factor)))
+    walk.node = argument
+    walk.down()
+    below, cap = walk, None
+    if not _is_product(walk.node):
+        found = _cap(walk)
+        if isinstance(found, str):
+            return walk.node, found
+        below, cap = found
+        below.down()
+        if below.shifts or below.choices or not _is_product(below.node):
+            return below.node, f"`{below.node.op}` below the cap of its scores"
+    if any(f.random for choice in walk.choices for shift in choice.other for f in shift):
+        return weights, "a random number in the place of a score"
+    eps = float(jnp.finfo(argument.dtype).eps)
+    return Scores(
+        below.node, below.places, rows, argument.shape[axis], eps, gates, tuple(below.factors), cap,
+        tuple(walk.shifts), tuple(walk.choices), (*walk.apart, *below.apart),
+    )  # fmt: skip
+
+
+@dataclass(eq=False)
+class Walk:
+    """A path from an array down to a product of two random arrays, and what acts on that on the way."""
+
+    propagator: Propagator
+    node: Node
+    places: Places  # of the first array's entries in this one
+    factors: list[Entries] = field(default_factory=list)
+    shifts: list[Factors] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    apart: list[tuple[Node, int]] = field(default_factory=list)  # random operands beside the path
+
+    def down(self) -> None:
+        """All steps that have a place in the formula."""
+        while not _is_product(self.node) and self.step():
+            pass
+
+    def step(self) -> bool:
+        """One operation further down, if it has a place in the formula."""
+        node, operands = self.node, self.node.operands
+        if arrays.is_view(node):
+            moved = arrays.moved(node, arrays.numbered(operands[0].shape), operands[1:])
+            places = None if moved is None else moved[node.output].ravel()[self.places]
+            if places is None or (places < 0).any():
+                return False
+            self.node, self.places = operands[0], places
+            return True
+        inner = next((x for x in node.nodes if _products(x, through_exp=False)), None)
+        others = [x for x in operands if x is not inner]
+        if inner is None or inner.shape != node.shape or len(others) != len(operands) - 1:
+            return False
+        if node.op == "select_n" and not is_random(operands[0]) and len(operands) == 3:
+            condition, other = others
+            beside = self.entries(other)
+            if beside is None:
+                return False
+            replaced = (*self.shifts, (*self.factors, beside))
+            self.choices.append(Choice(self.certain(condition), operands[2] is inner, replaced))
+        elif node.op == "neg":
+            self.factors.append(self.certain(np.float32(-1)))
+        elif node.op in ("mul", "div", "add", "add_any", "sub"):
+            first = operands[0] is inner
+            other = self.entries(others[0])
+            if other is None or (node.op == "div" and (not first or other.random)):
+                return False
+            if other.random:
+                self.apart.append((node, int(first)))
+            if node.op == "div":
+                other = replace(other, of=1 / other.of)
+            if node.op in ("mul", "div"):
+                self.factors.append(other)
+            else:
+                minus = self.certain(np.float32(-1))
+                turned = [minus] if node.op == "sub" else []
+                self.shifts.append((*self.factors, other, *(turned if first else [])))
+                self.factors += [] if first else turned
+        else:
+            return False
+        self.node = inner
+        return True
+
+    def certain(self, x: Any) -> Entries:
+        """The entries of a certain array, or of a number."""
+        array, index = self.propagator.entries(x, self.node.shape)
+        return Entries(array, index.ravel()[self.places])
+
+    def entries(self, x: Any) -> Entries | None:
+        """The entries of a certain array, or of a random one made of weights alone; else None."""
+        if isinstance(x, Weight) and isinstance(x.posterior, Point):
+            x = arrays.take(x.posterior.mean, x.places)
+        if not is_random(x):
+            return self.certain(x)
+        if isinstance(x, Node) and not _of_weights(x):
+            return None
+        view: Any = _view_of_weight(x)
+        view = self.propagator.moments(x) if view is None else view
+        index = np.broadcast_to(view.places, self.node.shape)
+        return Entries(view, index.ravel()[self.places])
+
+
+class Softmax(NamedTuple):
+    """exp(factor * argument) over its sum along an axis, of the entries where `kept` is `when`."""
+
+    argument: Node
+    axis: int
+    factor: float
+    kept: Any = None  # None: of all
+    when: bool = True
+
+
+def _softmax(node: Node) -> Softmax | None:
+    """A softmax by its operations, exp(x - shift) / sum(exp(x - shift)) in some order; else None."""
+    node = _same(node)
+    chosen = _masked(node)
+    node, *mask = (node, None, True) if chosen is None else chosen
+    if node.op in ("exp", "exp2"):  # of a log-softmax
+        log = _same(node.nodes[0])
+        if log.op != "sub" or len(log.nodes) < 2:
+            return None
+        over, top = _same(log.nodes[0]), _unbroadcast(log.nodes[1])
+        if top.op == "add" and len(top.nodes) == 2:  # a logsumexp: the maximum comes back
+            top = next((x for x in map(_unbroadcast, top.nodes) if x.op == "log"), top)
+        total = _unbroadcast(top.nodes[0]) if top.op == "log" else top
+        total = _unbroadcast(total.nodes[0]) if total.op == "abs" else total
+    elif node.op == "div" and len(node.nodes) == 2:
+        over, total = _same(node.nodes[0]), _unbroadcast(node.nodes[1])
+    elif node.op == "mul" and len(node.nodes) == 2:  # by the reciprocal
+        pairs = ((a, _unbroadcast(b)) for a, b in (node.nodes, node.nodes[::-1]))
+        over, inverse = next(((a, b) for a, b in pairs if _is_reciprocal(b)), (node, node))
+        total = _unbroadcast(inverse.nodes[0])
+    else:
+        return None
+    if total.op != "reduce_sum" or len(total.params["axes"]) != 1:
+        return None
+    (axis,), part = total.params["axes"], _same(total.nodes[0])
+    inner = _masked(part)
+    if inner is not None:
+        part = inner[0]
+    if (inner is None) != (mask[0] is None) or (inner is not None and inner[1] is not mask[0]):
+        return None
+    if part.op not in ("exp", "exp2"):
+        return None
+    argument = _without_shift(_same(part.nodes[0]), axis)
+    same = (
+        over is part if node.op not in ("exp", "exp2") else _without_shift(over, axis) is argument
+    )
+    factor = math.log(2) if part.op == "exp2" else 1.0
+    return Softmax(argument, axis, factor, *mask) if same else None
+
+
+def _same(node: Node) -> Node:
+    """The array in its first precision and place."""
+    while node.op in arrays.UNMOVED and arrays.is_view(node) and isinstance(node.operands[0], Node):
+        node = node.operands[0]
+    return node
+
+
+def _unbroadcast(node: Node) -> Node:
+    """The array of which this is a view."""
+    while arrays.is_view(node) and isinstance(node.operands[0], Node):
+        node = node.operands[0]
+    return node
+
+
+def _is_reciprocal(node: Node) -> bool:
+    if node.op == "div":
+        return isinstance(node.operands[1], Node) and arrays.uniform(node.operands[0]) == 1
+    return node.op == "integer_pow" and node.params["y"] == -1
+
+
+def _masked(node: Node) -> tuple[Node, Any, bool] | None:
+    """The array that is set to zero where a certain condition is not what it should be."""
+    if node.op != "select_n" or is_random(node.operands[0]) or len(node.operands) != 3:
+        return None
+    condition, off, on = node.operands
+    for inner, other, when in ((on, off, True), (off, on, False)):
+        if isinstance(inner, Node) and not is_random(other) and arrays.uniform(other) == 0:
+            return _same(inner), condition, when
+    return None
+
+
+def _without_shift(node: Node, axis: int) -> Node:
+    """The array without what is subtracted from whole rows, such as their maximum."""
+    while node.op == "sub" and len(node.nodes) == 2:
+        row = node.nodes[1]
+        places = np.broadcast_to(arrays.numbered(row.shape), node.shape)
+        while arrays.is_view(row) and isinstance(row.operands[0], Node):
+            moved = arrays.moved(row, arrays.numbered(row.operands[0].shape), row.operands[1:])
+            if moved is None:
+                break
+            row, places = row.operands[0], moved[row.output].ravel()[places]
+        if (places != places.take([0], axis)).any():
+            break
+        node = _same(node.nodes[0])
+    return node
+
+
+def _cap(walk: Walk) -> tuple[Walk, Transform] | str:
+    """The path below a function of each score by itself, and that function's moments; or what is odd."""
+    found = regions.univariate(walk.node)
+    if found is None or not _products(found.source, through_exp=False):
+        return f"`{walk.node.op}` between its scores and its weights"
+    name, transform, _ = recognised(found, walk.node)
+    if name == "steps" or isinstance(transform, Pieces):
+        return f"`{walk.node.op}`, by which its scores jump, before its weights"
+    if walk.shifts or any(f.random or f.of.size > 1 for f in walk.factors):
+        return f"`{walk.node.op}` of its scores, shifted or scaled by more than one number"
+    factor = math.prod(f.number for f in walk.factors)
+
+    def scaled(mean: Array, variance: Array) -> ElementwiseMoments:
+        of = transform(mean, variance)
+        return ElementwiseMoments(
+            factor * of.mean, factor**2 * of.variance, factor * of.gain, factor * of.second
+        )
+
+    return Walk(walk.propagator, found.source, walk.places), scaled
+
+
+def _is_product(node: Node) -> bool:
+    """Whether this is a product of random arrays, or of one and a certain array."""
+    return node.op == "dot_general" and not any(isinstance(x, Weight) for x in node.operands)
+
+
+def _products(node: Node, *, through_exp: bool = True) -> list[Node]:
+    """The products of which an array is made row by row; with an exponential somewhere above."""
+    seen: set[Node] = set()
+    stack = [node]
+    while stack:
+        n = stack.pop()
+        if n not in seen:
+            seen.add(n)
+            stack += n.nodes if n.op in regions.BY_ROW else []
+    found = [n for n in seen if _is_product(n)]
+    return found if not through_exp or any(n.op in ("exp", "exp2") for n in seen) else []
+
+
+def _of_weights(node: Node) -> bool:
+    """Whether an array is made of weights and certain arrays alone."""
+    inside = regions.between(node, [])
+    return not any(_is_product(n) or n.op in ("given", "loop") for n in inside)
+
+
+def _view_of_weight(value: Any) -> Weight | None:
+    """The belief's weights that an array consists of; None if it is computed from them."""
+    if isinstance(value, Weight):
+        return value
+    if value.op == "belief":
+        found: Weight = value.operands[0]
+        return found
+    inner = _view_of_weight(value.operands[0]) if arrays.is_view(value) else None
+    places = None if inner is None else arrays.moved(value, inner.places, value.operands[1:])
+    if inner is None or places is None or (places[value.output] < 0).any():
+        return None
+    return replace(inner, places=places[value.output])
