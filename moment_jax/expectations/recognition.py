@@ -1,8 +1,5 @@
 """What a function of a scalar is: its closed form, its linear pieces, or how to integrate it."""
 
-from __future__ import annotations
-
-import dataclasses
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -50,65 +47,55 @@ class Pieces(NamedTuple):
     value: float
     steps: list[tuple[float, float]]
 
-
-@dataclasses.dataclass(frozen=True)
-class _Written:
-    """A function of a scalar as JAX writes it; those written alike are equal."""
-
-    text: str
-    traced: Any = dataclasses.field(compare=False)
-
-    @staticmethod
-    def of(fn: ScalarFunction, dtype: Any) -> _Written:
-        traced = jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((), dtype))
-        return _Written(f"{traced} {[np.asarray(x).tolist() for x in traced.consts]}", traced)
+    def __call__(self, mean: Array, variance: Array) -> ElementwiseMoments:
+        """Its moments."""
+        return piecewise_linear(mean, variance, *self)
 
 
 class _Read:
-    """A function of a scalar, known by its operations and computed without half precision.
+    """A function of a scalar, read as JAX writes it, and computed without half precision.
 
-    Attributes:
-      fn: the function.
-      sides: on which side of each of its comparisons, steps and bends a number lies, (N,).
-      operations: of which it consists.
-      curved: those of them that are not piecewise linear.
-      degree: 0 if the function is piecewise constant, 1 if it is piecewise linear, else 2.
-      bends: whether it has comparisons, steps or bends.
-      rounded: whether it is written in half precision.
+    Those written alike are equal. `fn` is the function. `sides` tells on which side of each of its
+    comparisons, steps and bends a number lies, (N,), and `bends` whether there are any. `rounded` is
+    whether it is written in half precision. `curved` are those of its `operations` that are not
+    piecewise linear. Its `degree` is 0 if it is piecewise constant, 1 if piecewise linear, else 2.
     """
 
-    def __init__(self, written: _Written) -> None:
-        self.traced, self.rounded = written.traced, "f16[" in written.text
-        self.dtype = self.traced.in_avals[0].dtype
-        self.eps = float(jnp.finfo(self.dtype).eps)
+    def __init__(self, fn: ScalarFunction, dtype: Any) -> None:
+        number = jax.ShapeDtypeStruct((), dtype)
+        self.traced = jax.make_jaxpr(fn)(number)
+        self.text = f"{self.traced} {[np.asarray(x).tolist() for x in self.traced.consts]}"
+        self.rounded, self.dtype, self.eps = "f16[" in self.text, dtype, float(jnp.finfo(dtype).eps)
         self.operations: set[str] = set()
         self.curved: set[str] = set()
         self.fn, self.sides = (inlined(lambda x, i=i: self._values(x)[i]) for i in (0, 1))
-        jax.eval_shape(self.fn, *self.traced.in_avals)
+        jax.eval_shape(self.fn, number)
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Read) and self.text == other.text
 
     def _values(self, x: Array) -> tuple[Array, Array]:
         sides = [jnp.zeros(1, x.dtype)]
-        given = self.traced.jaxpr, self.traced.consts, [(x, 1)]
-        ((out, self.degree),) = self._run(*given, sides)
+        ((out, self.degree),) = self._run(self.traced, [(x, 1)], sides)
         self.bends = len(sides) > 1
         return jnp.asarray(out, x.dtype), jnp.nan_to_num(jnp.concatenate(sides))
 
-    def _run(self, jaxpr: Any, consts: Any, inputs: list[Any], sides: list[Array]) -> list[Any]:
-        """Outputs of a jaxpr, each with its degree."""
-        known = dict(zip(jaxpr.constvars, ((c, 0) for c in consts), strict=True))
-        known.update(zip(jaxpr.invars, inputs, strict=True))
+    def _run(self, called: Any, inputs: list[Any], sides: list[Array]) -> list[Any]:
+        """Outputs of an open or closed jaxpr, each with its degree."""
+        jaxpr, consts = getattr(called, "jaxpr", called), getattr(called, "consts", ())
+        given = [*((c, 0) for c in consts), *inputs]
+        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
 
         def read(atoms: Any) -> list[Any]:
             return [(x.val, 0) if isinstance(x, Literal) else known[x] for x in atoms]
 
         for eqn in jaxpr.eqns:
-            calls = [eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params]
-            if calls and eqn.primitive.name != "scan":
-                inner, consts = (
-                    getattr(calls[0], "jaxpr", calls[0]),
-                    getattr(calls[0], "consts", ()),
-                )
-                out = self._run(inner, consts, read(eqn.invars), sides)
+            inner = [eqn.params[k] for k in ("jaxpr", "call_jaxpr", "fun_jaxpr") if k in eqn.params]
+            if inner and eqn.primitive.name != "scan":
+                out = self._run(inner[0], read(eqn.invars), sides)
             else:
                 out = self._apply(eqn, read(eqn.invars), sides)
             known.update(zip(eqn.outvars, out, strict=True))
@@ -186,11 +173,9 @@ def _beside(places: np.ndarray) -> np.ndarray:
 def _pieces(found: _Read, places: np.ndarray) -> Pieces | None:
     """The pieces of a piecewise linear function with these breaks; None if it is not finite."""
     places = places if len(places) else np.zeros(1, found.dtype)
-    aside = _beside(places)
-    x = np.concatenate([places - aside, places + aside])
-    values, slopes = (
-        y.astype(float).reshape(2, -1) for y in at(inlined(jax.value_and_grad(found.fn)), x)
-    )
+    aside, both = _beside(places), inlined(jax.value_and_grad(found.fn))
+    found_there = at(both, np.concatenate([places - aside, places + aside]))
+    values, slopes = (y.astype(float).reshape(2, -1) for y in found_there)
     if not (np.isfinite(values).all() and np.isfinite(slopes).all()):
         return None
     before, after = values + slopes * [[1.0], [-1.0]] * aside
@@ -223,14 +208,14 @@ def _closed_form(found: _Read, places: np.ndarray) -> str | None:
     x = np.concatenate([-x, x, beside])
     atol = 2e-4 if found.rounded else 32 * found.eps  # half precision rounds its constants
     for name, (_, fn) in CLOSED_FORMS.items():
-        other = _Read(_Written.of(fn, found.dtype))
+        other = _Read(fn, found.dtype)
         alike = other.curved and other.curved == found.curved
         if alike and np.allclose(at(found.fn, x), at(other.fn, x), rtol=1e-5, atol=atol):
             return name
     return None
 
 
-def recognised(fn: ScalarFunction, dtype: Any = float) -> tuple[str, Formula | Pieces | None, str]:
+def recognised(fn: ScalarFunction, dtype: Any = float) -> tuple[str, Formula | None, str]:
     """The name of a function of a scalar, its moments, and what these assume.
 
     It is known by its operations and, between its breaks, by its values, computed in `dtype` or in
@@ -238,39 +223,37 @@ def recognised(fn: ScalarFunction, dtype: Any = float) -> tuple[str, Formula | P
     all others quadratures with as many nodes as they need. The moments of a linear function are its only
     piece, and those of one that jumps between curved pieces None.
     """
-    dtype = jnp.promote_types(jnp.result_type(dtype), jnp.float32)
-    found, name, moments, assumes = _recognised(_Written.of(fn, dtype))
+    found = _Read(fn, jnp.promote_types(jnp.result_type(dtype), jnp.float32))
+    name, moments, assumes = _recognised(found)
     if name == "quadrature":
-        differs = found.rounded or "stop_gradient" in found.operations
-        moments = partial(moments, found.fn if differs else fn)
+        same = not found.rounded and "stop_gradient" not in found.operations
+        moments = partial(moments, fn if same else found.fn)
     return name, moments, assumes
 
 
 @lru_cache(maxsize=256)
-def _recognised(written: _Written) -> tuple[_Read, str, Any, str]:
-    """What it is, and the results of `recognised`; moments by quadrature take the function first."""
-    found, gaussian = _Read(written), "its input Gaussian"
-    places = _breaks(found)
+def _recognised(found: _Read) -> tuple[str, Any, str]:
+    """As `recognised`; moments by quadrature take the function before mean and variance."""
+    places, gaussian = _breaks(found), "its input Gaussian"
     pieces = None if places is None or found.degree > 1 else _pieces(found, places)
     if pieces is not None:
         if pieces == ([0.0], [0.0, 1.0], 0.0, []):
-            return found, "relu", rectified, gaussian
+            return "relu", rectified, gaussian
         if not pieces.kinks and not pieces.steps:
-            return found, "linear", pieces, ""
+            return "linear", pieces, ""
         name = "steps" if pieces.steps else "piecewise linear"
-        return found, name, partial(piecewise_linear, **pieces._asdict()), gaussian
+        return name, partial(piecewise_linear, **pieces._asdict()), gaussian
     closed = None if places is None else _closed_form(found, places)
     if closed is not None:
-        return found, closed, CLOSED_FORMS[closed][0], gaussian
+        return closed, CLOSED_FORMS[closed][0], gaussian
     if _jumps(found, places):
-        return found, "jump", None, gaussian
+        return "jump", None, gaussian
     num_nodes, width = resolving(found.fn, found.dtype, bends=found.bends)
     if num_nodes is None:
-        return found, "quadrature", _inside_domain, gaussian
+        return "quadrature", _inside_domain, gaussian
     if width < 2:
         gaussian += f", of sd up to {width:g}: beyond it the function is too narrow"
-    moments = partial(elementwise, num_nodes=num_nodes, bends=found.bends)
-    return found, "quadrature", moments, gaussian
+    return "quadrature", partial(elementwise, num_nodes=num_nodes, bends=found.bends), gaussian
 
 
 def _inside_domain(fn: ScalarFunction, mean: Array, variance: Array) -> ElementwiseMoments:
@@ -286,13 +269,12 @@ def of(activation: str | ScalarFunction) -> Formula:
     """The moments of an activation, a function (mean, variance) -> `ElementwiseMoments`.
 
     Args:
-      activation: "relu", "gelu" (the exact one, x Phi(x)), or a JAX function of a scalar (static, so
-        hashable), which is read by its operations: piecewise linear functions and whatever is one of
-        these two have closed forms, all others go through `elementwise`.
+      activation: "relu", "gelu" (the exact one, x Phi(x)), or a JAX function of a scalar, which is read
+        by its operations (`recognised`): piecewise linear functions and these two are exact.
 
     Raises:
       ValueError, TypeError: if the name is unknown, or the function does not map a scalar to one, or
-        jumps between pieces that are not linear.
+        jumps between curved pieces.
 
     >>> of(jax.nn.relu) is of("relu")
     True
@@ -320,6 +302,4 @@ def of(activation: str | ScalarFunction) -> Formula:
             f"An activation that jumps needs linear pieces. Got {activation!r}. Smooth its jumps, or "
             "give its `ElementwiseMoments` to cov.elementwise."
         )
-    return (
-        partial(piecewise_linear, **moments._asdict()) if isinstance(moments, Pieces) else moments
-    )
+    return moments

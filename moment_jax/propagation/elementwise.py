@@ -42,7 +42,7 @@ def _univariate(propagator: Propagator, node: Node) -> Moments | None:
     return x.changed(out, out_cov, node.shape, lambda cross: cross.rescale(gain))
 
 
-def recognised(found: Univariate, node: Node) -> tuple[str, Formula | Pieces, str]:
+def recognised(found: Univariate, node: Node) -> tuple[str, Formula, str]:
     """The name of the function by which `node` is made, its transform, and what this assumes.
 
     The transform of a linear function is its only piece.
