@@ -20,7 +20,7 @@ from moment_jax.expectations.activations import (
 from moment_jax.expectations.quadrature import ScalarFunction, elementwise, resolving
 from moment_jax.xla import inlined
 
-# The closed forms, and the functions that they are of: found by these names, and by operations.
+# Closed forms by name, and the functions of a scalar by which they are recognised.
 CLOSED_FORMS: dict[str, tuple[Formula, ScalarFunction]] = {
     "relu": (rectified, jax.nn.relu),
     "gelu": (gelu, partial(jax.nn.gelu, approximate=False)),
@@ -259,8 +259,8 @@ def _recognised(found: _Read) -> tuple[str, Any, str]:
 def _inside_domain(fn: ScalarFunction, mean: Array, variance: Array) -> ElementwiseMoments:
     """By quadrature; to first order where nodes leave the domain, as a logarithm's near zero do."""
     moments = elementwise(fn, mean, variance)
-    slope = jax.grad(lambda x: jnp.sum(jnp.vectorize(fn)(x)))(mean)
-    first = jnp.vectorize(fn)(mean), slope**2 * variance, slope, jnp.zeros_like(mean)
+    value, slope = jnp.vectorize(jax.value_and_grad(fn))(mean)
+    first = value, slope**2 * variance, slope, jnp.zeros_like(mean)
     known = jnp.isfinite(moments.mean) & jnp.isfinite(moments.variance)
     return jax.tree.map(lambda a, b: jnp.where(known, a, b), moments, ElementwiseMoments(*first))
 

@@ -25,7 +25,8 @@ def _univariate(propagator: Propagator, node: Node) -> Moments | None:
         return None
     # The logarithm of a probability is nearer to Gaussian than the probability.
     logs = log_probabilities(propagator, found.source) if "log" in found.operations else None
-    of_log = found.after(jnp.exp, "exp")
+    fn = found.fn
+    of_log = found._replace(fn=lambda x: fn(jnp.exp(x)))
     if logs is None or not np.isfinite(recognition.at(of_log.fn, np.linspace(-3, 3, 64))).all():
         x = propagator.moments(found.source).sequence()
     else:  # all but such as log(1 - p)

@@ -34,8 +34,9 @@ REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or
 BY_ROW = ELEMENTWISE | REDUCTIONS | arrays.VIEWS
 # What is recognised by its values may consist of the operations that it needs, and of no others: a clip
 # beyond the values that are tried would be dropped.
-RATIONAL = arrays.VIEWS | {"add", "add_any", "div", "integer_pow", "mul", "neg", "square", "sub"}
-LINEAR = RATIONAL | {"reduce_sum"}
+LINEAR = arrays.VIEWS | {
+    "add", "add_any", "div", "integer_pow", "mul", "neg", "reduce_sum", "square", "sub",
+}  # fmt: skip
 NORM = LINEAR | {"pow", "rsqrt", "sqrt"}
 SOFTMAX = LINEAR | {"exp", "exp2", "log", "reduce_max"}
 _GUARDS = {"abs", "eq", "is_finite", "max", "ne", "select_n", "sign"}  # of sums and maxima of a row
@@ -204,12 +205,6 @@ class Univariate(NamedTuple):
     source: Node
     fn: Callable[[Array], Array]  # of a number
     operations: set[str]
-
-    def after(self, inner: Callable[[Array], Array], operation: str) -> Univariate:
-        """This function of another one."""
-        return self._replace(
-            fn=lambda x: self.fn(inner(x)), operations=self.operations | {operation}
-        )
 
 
 def univariate(node: Node) -> Univariate | None:
