@@ -11,7 +11,8 @@ from moment_jax.expectations.activations import (
     piecewise_linear,
     rectified,
 )
-from moment_jax.expectations.quadrature import elementwise, of
+from moment_jax.expectations.quadrature import elementwise
+from moment_jax.expectations.recognition import of
 from moment_jax.expectations.softmax import (
     SoftmaxExpansion,
     expected_softmax_jacobian,

@@ -195,7 +195,7 @@ def _piecewise_linear(
         return turned._replace(gain=-turned.gain)
     parts = [rectified(mean - t, variance) for t in kinks]
     bends = [b - a for a, b in pairwise(slopes)]
-    gain = jnp.asarray(sum(c * p.gain for c, p in zip(bends, parts, strict=True)))
+    gain = sum((c * p.gain for c, p in zip(bends, parts, strict=True)), jnp.zeros_like(mean))
     total = slopes[0] ** 2 * variance + 2 * slopes[0] * variance * gain
     for k, (c, p) in enumerate(zip(bends, parts, strict=True)):
         total = total + c**2 * p.variance
@@ -204,7 +204,7 @@ def _piecewise_linear(
             common = p.variance + p.mean * (p.mean + apart - parts[j].mean)
             total = total + 2 * c * bends[j] * common
     gain = slopes[0] + gain
-    second = jnp.asarray(sum(c * p.second for c, p in zip(bends, parts, strict=True)))
+    second = sum((c * p.second for c, p in zip(bends, parts, strict=True)), jnp.zeros_like(mean))
     out = value + slopes[0] * (mean - (kinks[0] if kinks else 0.0))
     out = out + sum(c * p.mean for c, p in zip(bends, parts, strict=True))
     before: list[tuple[float, Array]] = []  # heights, and P[x > u]

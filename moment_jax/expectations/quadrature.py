@@ -1,9 +1,8 @@
 """Moments of any smooth scalar function of a Gaussian, by Gauss-Hermite quadrature."""
 
 import itertools
-import math
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,14 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.expectations.activations import (
-    ElementwiseMoments,
-    Formula,
-    Pair,
-    evaluated,
-    gelu,
-    rectified,
-)
+from moment_jax.expectations.activations import ElementwiseMoments, Pair, evaluated
 
 ScalarFunction = Callable[[Array], Array]
 # (point x, constant) -> any pytree of scalars.
@@ -28,12 +20,6 @@ _Integrand = Callable[[Array, Array], Any]
 # which is far more accurate for wide Gaussians but divides rounding errors by s^k.
 _NARROW = 1.0 / 16.0
 _FINER = 16.0  # for functions that bend, how much narrower that is
-
-# Moments, and the function itself in NumPy.
-_CLOSED_FORMS: dict[str, tuple[Formula, Callable[[np.ndarray], np.ndarray]]] = {
-    "relu": (rectified, lambda x: np.maximum(x, 0)),
-    "gelu": (gelu, lambda x: x * (0.5 + 0.5 * np.vectorize(math.erf)(0.5**0.5 * x))),
-}
 
 
 def elementwise(
@@ -82,51 +68,6 @@ def elementwise(
         return found._replace(gain=_FINER * found.gain)
 
     return evaluated("elementwise", moments, mean, variance)
-
-
-def of(activation: str | ScalarFunction) -> Formula:
-    """The moments of an activation, a function (mean, variance) -> `ElementwiseMoments`.
-
-    Args:
-      activation: "relu", "gelu" (the exact one, x Phi(x)), or a JAX function of a scalar (static, so
-        hashable). Whatever has the values of these two has their closed forms, `jax.nn.relu` or a
-        `partial` of `jax.nn.gelu` say; any other goes through `elementwise`.
-
-    Raises:
-      ValueError, TypeError: if the name is unknown, or the function does not map a scalar to one.
-
-    >>> of(jax.nn.relu) is of("relu")
-    True
-    """
-    if isinstance(activation, str):
-        if activation not in _CLOSED_FORMS:
-            names = ", ".join(map(repr, _CLOSED_FORMS))
-            raise ValueError(
-                f"An activation is a function of a scalar, or one of {names}. Got {activation!r}. For "
-                "another, give the function, such as jnp.tanh."
-            )
-        return _CLOSED_FORMS[activation][0]
-    try:
-        out = jax.eval_shape(activation, jax.ShapeDtypeStruct((), jnp.float32))
-    except (TypeError, ValueError, AttributeError) as error:
-        out = error
-    if getattr(out, "shape", None) != ():
-        raise TypeError(
-            f"An activation is a function of a scalar. Got {activation!r}, which makes {out!r} of one. "
-            "Give one such as jnp.tanh."
-        )
-    return _closed_form(activation) or partial(elementwise, activation)
-
-
-@lru_cache(maxsize=64)
-def _closed_form(activation: ScalarFunction) -> Formula | None:
-    """The closed form of a function with the values of ReLU or GELU."""
-    points = np.linspace(-6, 6, 49, dtype=np.float32)
-    with jax.ensure_compile_time_eval():
-        # Compiled, for in a `vmap` around this nothing else is known.
-        values = np.asarray(jax.jit(jax.vmap(activation))(points), float)
-    near = partial(np.allclose, values, rtol=1e-5, atol=1e-6)
-    return next((form for form, exact in _CLOSED_FORMS.values() if near(exact(points))), None)
 
 
 def expected(fn: ScalarFunction, mean: Array, variance: Array, *, num_nodes: int = 20) -> Array:
@@ -242,13 +183,12 @@ def _rule(num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def resolving(
-    fn: ScalarFunction, dtype: jnp.dtype, *, bends: bool = False, eps: float = 0.0
+    fn: ScalarFunction, dtype: jnp.dtype, *, bends: bool = False
 ) -> tuple[int | None, float]:
     """How many nodes `elementwise` needs for noise of sd up to 2, and up to which sd they suffice.
 
     The least of 16, 64 and 512, by comparison with 1024 nodes at means from -8 to 8: a bend or an
     oscillation narrower than the noise falls between a few. None if fn is not finite everywhere.
-    `eps` is the relative error of its values: noise as narrow as that, and slopes, are not looked at.
     """
     jitter = np.random.default_rng(0).uniform(-4e-4, 4e-4, 2**15)  # so that they have no period
     x, whole = np.linspace(-16, 16, 2**15) + jitter, np.arange(-16.0, 17.0)
@@ -270,16 +210,16 @@ def resolving(
         values = np.interp(at, x, y)
         mean = values @ weights
         values = values - mean[:, None]
-        by_slope = sd**2 < _NARROW and not bends and eps < 1e-4
+        by_slope = sd**2 < _NARROW and not bends
         linear = (np.interp(at, x[1:], slope) * sd if by_slope else values * points) @ weights
         return mean, np.sqrt(linear**2 + (values - linear[:, None] * points) ** 2 @ weights)
 
     def suffices(num_nodes: int, sd: float) -> bool:
         found, right = (np.stack(moments(n, sd)) for n in (num_nodes, 1024))
         size = np.maximum(right[1], 0.1 * right[1].max())
-        return bool((np.abs(found - right) <= 0.1 * size + (1e-6 + eps) * np.abs(y).max()).all())
+        return bool((np.abs(found - right) <= 0.1 * size + 1e-6 * np.abs(y).max()).all())
 
-    sds = [sd for sd in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0) if sd > 64 * eps]
+    sds = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
     for num_nodes in (16, 64, 512):
         good = list(itertools.takewhile(partial(suffices, num_nodes), sds))
         if len(good) == len(sds):

@@ -127,10 +127,10 @@ def gelu(mean: Array, cov: S) -> tuple[Array, S]:
 
 @materialized_inputs
 def activation(mean: Array, cov: S, fn: Activation) -> tuple[Array, S]:
-    """Moments of `fn(x)` for any smooth scalar function, by Gauss-Hermite quadrature.
+    """Moments of `fn(x)` for a scalar function: in closed form if it has one, or by quadrature.
 
-    `fn` is a JAX function of a scalar, such as `jnp.tanh` (static, so hashable), or "relu" or "gelu",
-    which are exact; TypeError for others. The rest is as in `relu`.
+    `fn` is "relu", "gelu", or a static JAX function of a scalar, such as `jnp.tanh`, read as in
+    `expectations.of`, which says what it raises for others. The rest is as in `relu`.
     """
     return _elementwise("activation", mean, cov, fn)
 

@@ -32,13 +32,9 @@ REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or
 BY_ROW = ELEMENTWISE | REDUCTIONS | arrays.VIEWS
 # What is recognised by its values may consist of the operations that it needs, and of no others: a clip
 # beyond the values that are tried would be dropped.
-RATIONAL = arrays.VIEWS | {"add", "add_any", "div", "integer_pow", "mul", "neg", "square", "sub"}
-BENDING = {
-    "abs", "and", "ceil", "clamp", "eq", "floor", "ge", "gt", "is_finite", "le", "lt", "max", "min",
-    "ne", "not", "or", "rem", "round", "select_n", "sign",
+LINEAR = arrays.VIEWS | {
+    "add", "add_any", "div", "integer_pow", "mul", "neg", "reduce_sum", "square", "sub",
 }  # fmt: skip
-GELU = RATIONAL | {"erf", "erfc"}
-LINEAR = RATIONAL | {"reduce_sum"}
 NORM = LINEAR | {"pow", "rsqrt", "sqrt"}
 SOFTMAX = LINEAR | {"exp", "exp2", "log", "reduce_max"}
 _GUARDS = {"abs", "eq", "is_finite", "max", "ne", "select_n", "sign"}  # of sums and maxima of a row
@@ -206,18 +202,7 @@ class Univariate(NamedTuple):
 
     source: Node
     fn: Callable[[Array], Array]  # of a number
-    sides: Callable[[Array], Array]
-    """On which side of each of its comparisons, steps and bends a number lies, (N,)."""
     operations: set[str]
-    eps: float  # of the least precise operation
-
-    def after(self, inner: Callable[[Array], Array], operation: str) -> Univariate:
-        """This function of another one."""
-        return self._replace(
-            fn=lambda x: self.fn(inner(x)),
-            sides=lambda x: self.sides(inner(x)),
-            operations=self.operations | {operation},
-        )
 
 
 def univariate(node: Node) -> Univariate | None:
@@ -232,38 +217,16 @@ def univariate(node: Node) -> Univariate | None:
     if not found:
         return None
     source = found[-1]
-    inside = sorted(between(node, [source]), key=lambda n: n.index)
+    inside = between(node, [source])
 
-    def values(roots: list[Any], x: Array) -> list[Any]:
-        def number(constant: Any) -> Array:
-            return jnp.asarray(np.asarray(constant).reshape(-1)[0])
-
-        return compute(roots, {source: x.astype(source.dtype)}, number)
+    def number(constant: Any) -> Array:
+        return jnp.asarray(np.asarray(constant).reshape(-1)[0])
 
     @inlined
     def fn(x: Array) -> Array:
-        return values([node], x)[0].astype(x.dtype)
+        return compute([node], {source: x.astype(source.dtype)}, number)[0].astype(x.dtype)
 
-    @inlined
-    def sides(x: Array) -> Array:
-        found = [jnp.zeros((), x.dtype)]
-        for n in inside:
-            cut = n.op == "convert_element_type" and not arrays.is_view(n)
-            if cut or n.op in ("ceil", "floor", "round"):
-                found.append(values([n], x)[0].astype(x.dtype))
-            elif n.op in BENDING - {"and", "is_finite", "not", "or", "select_n"}:
-                first, *rest = (y.astype(x.dtype) for y in values(list(n.operands), x))
-                if n.op == "rem":
-                    found.append(jnp.trunc(first / rest[0]))
-                elif n.op == "clamp":
-                    found += [jnp.sign(rest[0] - first), jnp.sign(rest[0] - rest[1])]
-                else:
-                    found.append(jnp.sign(first - rest[0] if rest else first))
-        return jnp.nan_to_num(jnp.stack(found))
-
-    kinds = [n.dtype for n in (source, *inside) if jnp.issubdtype(n.dtype, jnp.floating)]
-    eps = max(float(jnp.finfo(kind).eps) for kind in kinds)
-    return Univariate(source, fn, sides, {n.op for n in inside}, eps)
+    return Univariate(source, fn, {n.op for n in inside})
 
 
 def all_uniform(node: Node) -> bool:

@@ -19,11 +19,13 @@ import numpy as np
 from jax import Array
 
 from moment_jax.expectations import ElementwiseMoments
+from moment_jax.expectations.activations import Formula
+from moment_jax.expectations.recognition import Pieces
 from moment_jax.layers.rules import ScoreNoise
 from moment_jax.posterior import Point
 from moment_jax.propagation import arrays, regions
 from moment_jax.propagation.arrays import Moments, Places
-from moment_jax.propagation.elementwise import Pieces, Transform, recognised
+from moment_jax.propagation.elementwise import recognised
 from moment_jax.propagation.errors import LINEARISE, refuse
 from moment_jax.propagation.graph import Node, is_random
 from moment_jax.propagation.propagator import Propagator
@@ -110,7 +112,7 @@ class Scores:
     eps: float  # of the scores' precision
     gates: Factors
     scale: Factors
-    cap: Transform | None
+    cap: Formula | None
     shifts: tuple[Factors, ...]  # each the product of its factors
     choices: tuple[Choice, ...]  # from the outermost inwards
     apart: tuple[tuple[Node, int], ...]  # operands that are random shifts and factors
@@ -439,7 +441,7 @@ def _without_shift(node: Node, axis: int) -> Node:
     return node
 
 
-def _cap(walk: Walk) -> tuple[Walk, Transform] | str:
+def _cap(walk: Walk) -> tuple[Walk, Formula] | str:
     """The path below a function of each score by itself, and that function's moments; or what is odd."""
     found = regions.univariate(walk.node)
     if found is None or not _products(found.source, through_exp=False):

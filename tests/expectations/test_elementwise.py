@@ -263,33 +263,6 @@ def test_quadrature_errors():
         elementwise(lambda y: jnp.stack([y, y]), x, x)
 
 
-def inside_vmap(fn):
-    """What `of` gives while a `vmap` is traced."""
-    found = []
-    jax.vmap(lambda x: (found.append(expectations.of(fn)), x)[1])(jnp.ones(2))
-    return found[0]
-
-
-def test_of_an_activation():
-    """A name, or a function whose values say what it is."""
-    exact = functools.partial(jax.nn.gelu, approximate=False)
-    for name, moments, *others in (
-        ("relu", expectations.rectified, jax.nn.relu, lambda x: jnp.maximum(x, 0)),
-        ("gelu", expectations.gelu, exact, lambda x: x * jax.scipy.stats.norm.cdf(x)),
-    ):
-        assert expectations.of(name) is moments
-        assert all(inside_vmap(fn) is moments for fn in others)
-    mean, variance = jnp.array([0.3]), jnp.array([0.5])
-    for fn in (jnp.tanh, jax.nn.gelu):  # by tanh, another function
-        found = jax.jit(expectations.of(fn))(mean, variance)
-        chex.assert_trees_all_close(found, elementwise(fn, mean, variance), rtol=1e-12)
-    with pytest.raises(ValueError, match=r"one of 'relu', 'gelu'. Got 'swish'.*give the function"):
-        expectations.of("swish")
-    for wrong in (lambda x: jnp.stack([x, x]), lambda x, y: x, jnp.ones(3)):
-        with pytest.raises(TypeError, match=r"function of a scalar. Got .*jnp.tanh"):
-            expectations.of(wrong)
-
-
 def test_expected_value_and_its_derivatives_by_prices_theorem():
     mean, variance = jnp.array([0.4, -1.0, 0.3]), jnp.array([0.02, 0.7, 0.0])
 
