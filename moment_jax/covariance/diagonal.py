@@ -36,8 +36,9 @@ class DiagonalCross(NamedTuple):
 
     def rescale(self, gain: Array) -> DiagonalCross:
         if len(gain) > 1 and not np.array_equal(self.right, np.arange(len(self.right))):
-            count = max(map(len, self.gains))
-            gain = jnp.ones((count, gain.shape[1]), gain.dtype).at[self.right].set(gain)
+            count = max(*map(len, self.gains), 1 + self.right.max())
+            tokens = np.where(self.right < 0, count, self.right)  # a row of zeros has none
+            gain = jnp.ones((count, gain.shape[1]), gain.dtype).at[tokens].set(gain, mode="drop")
         return self._replace(gains=(*self.gains[:-1], self.gains[-1] * gain))
 
     def map_features(self, kernel: Array) -> DiagonalCross:
