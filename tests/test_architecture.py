@@ -84,6 +84,19 @@ def test_rooms_form_no_circle():
     assert set(order.static_order()) == set(MAY_IMPORT)
 
 
+def test_files_form_no_circle():
+    """Inside a room either, nor by an import inside a function."""
+    modules = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in (ROOT / "moment_jax").rglob("*.py")
+    }
+    graph = {
+        name: {n if n in modules else n.rpartition(".")[0] for n in imported(path)} & modules.keys()
+        for name, path in modules.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()
+
+
 def test_every_room_is_listed():
     folder = ROOT / "moment_jax"
     rooms = {path.parent.name for path in folder.glob("*/__init__.py")}

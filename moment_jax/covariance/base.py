@@ -5,7 +5,8 @@ to it. One law defines and tests every operation `op`:
 
     op(S) == project(op(Full(S.to_dense())))
 
-The methods here are that law, at the price of `Full`. A structure overrides what it does faster.
+The methods here are that law, at the price of `Full`: the textbook's formulas on the dense covariance,
+projected. A structure overrides what it does faster; `Full` itself overrides nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import abc
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +23,8 @@ import numpy as np
 from jax import Array
 
 from moment_jax.covariance.fields import rebuilt, sequence_shape
-from moment_jax.covariance.numerics import nonnegative, safe_sqrt
-
-if TYPE_CHECKING:
-    from moment_jax.covariance.full import Full
+from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt, vector_cov
+from moment_jax.xla import diagonal_matrix
 
 
 class RandomKernel(Protocol):
@@ -212,12 +211,6 @@ class Covariance(abc.ABC):
         """`project`, with whatever else an instance knows."""
         return self.project(dense)
 
-    def full(self) -> Full:
-        """The same covariance as `Full`."""
-        from moment_jax.covariance.full import Full  # its base class is here
-
-        return Full.unchecked(self.to_dense())
-
     @property
     def shape(self) -> tuple[int, ...]:
         """(..., T, D), the shape of the array whose covariance this is."""
@@ -282,19 +275,26 @@ class Covariance(abc.ABC):
 
     def rescale(self, factor: Array) -> Self:
         """Covariance of `x * factor`, factor (T, D), or (1, D) if the same for all tokens."""
-        return self.projected(self.full().rescale(factor).cov)
+        return self.projected(factor[:, :, None, None] * self.to_dense() * factor[None, None])
 
     def map_features(self, kernel: Array) -> Self:
         """Covariance of `x @ kernel`, kernel (D, O)."""
-        return self.projected(self.full().map_features(kernel).cov)
-
-    def map_tokens(self, weights: Array) -> Self:
-        """Covariance of `weights @ x`, weights (U, T)."""
-        return self.project(self.full().map_tokens(weights).cov)
+        dense = jnp.einsum("io,tisj,jp->tosp", kernel, self.to_dense(), kernel)
+        return self.projected(dense)
 
     def map_each(self, kernels: Array) -> Self:
         """Covariance of x_t @ kernels_t, each token with a kernel of its own, (T, D, O)."""
-        return self.projected(self.full().map_each(kernels).cov)
+        dense = jnp.einsum("tio,tisj,sjp->tosp", kernels, self.to_dense(), kernels)
+        return self.projected(dense)
+
+    def map_tokens(self, weights: Array) -> Self:
+        """Covariance of `weights @ x`, weights (U, T)."""
+        return self.project(jnp.einsum("ut,tisj,vs->uivj", weights, self.to_dense(), weights))
+
+    def map_heads(self, weights: Array) -> Self:
+        """Covariance of weights_h @ x_h for each of H groups of features, weights (H, U, T)."""
+        half = Cross(self.to_dense()).map_heads(weights)
+        return self.project(half.T.map_heads(weights).cov)
 
     def entries(self, places: np.ndarray) -> Self:
         """Covariance of the (U, O) array of these entries of the flat x; -1 stands for zeros."""
@@ -307,11 +307,6 @@ class Covariance(abc.ABC):
         """Covariance of the sum of independent arrays."""
         return self.projected(sum((other.to_dense() for other in others), self.to_dense()))
 
-    def map_heads(self, weights: Array) -> Self:
-        """Covariance of weights_h @ x_h for each of H groups of features, weights (H, U, T)."""
-        half = self.full().with_itself().map_heads(weights)
-        return self.project(half.T.map_heads(weights).cov)
-
     # -- random parameters and nonlinearities -------------------------------------------------------
 
     def weight_noise(self, mean: Array, weights: RandomKernel) -> Self:
@@ -320,7 +315,8 @@ class Covariance(abc.ABC):
         That is sum_ij (Cov[x_ti, x_sj] + mean_ti mean_sj) Cov[W_io, W_jp] (Transformer derivation,
         Prop. 2, first two terms).
         """
-        return self.projected(self.full().weight_noise(mean, weights).cov)
+        noise = weights.noise_block(jnp.swapaxes(self._moment(mean), 1, 2))
+        return self.projected(jnp.swapaxes(noise, 1, 2))
 
     def token_noise(self, mean: Array, weights: RandomKernel) -> Self:
         """The contribution of an independent random kernel W over tokens to Cov[W^T x], W (T, U).
@@ -328,8 +324,7 @@ class Covariance(abc.ABC):
         That is sum_ts (Cov[x_ti, x_sj] + mean_ti mean_sj) Cov[W_tu, W_sv]: `weight_noise` of the
         transposed array.
         """
-        moment = self.to_dense() + mean[:, :, None, None] * mean[None, None]
-        noise = weights.noise_block(jnp.transpose(moment, (1, 3, 0, 2)))
+        noise = weights.noise_block(jnp.transpose(self._moment(mean), (1, 3, 0, 2)))
         return self.project(jnp.transpose(noise, (2, 0, 3, 1)))
 
     def gain_noise(self, mean: Array, gain_cov: Array) -> Self:
@@ -337,14 +332,19 @@ class Covariance(abc.ABC):
 
         That is (Cov[x_ti, x_sj] + mean_ti mean_sj) Cov[g_i, g_j]; gain_cov is (D, D) or (D,).
         """
-        return self.projected(self.full().gain_noise(mean, gain_cov).cov)
+        return self.projected(self._moment(mean) * vector_cov(gain_cov)[None, :, None, :])
+
+    def _moment(self, mean: Array) -> Array:
+        """E[x_td x_se] of an x with this mean."""
+        return self.to_dense() + mean[:, :, None, None] * mean[None, None]
 
     def bias_noise(self, bias_cov: Array) -> Self:
         """Covariance of one random vector at every token of x, such as a random bias.
 
         bias_cov is its covariance (D, D), or variances (D,) of independent entries.
         """
-        return self.projected(self.full().bias_noise(bias_cov).cov)
+        t, cov = self.shape[0], vector_cov(bias_cov)
+        return self.projected(jnp.broadcast_to(cov[None, :, None, :], 2 * (t, len(cov))))
 
     def elementwise(self, moments: Any) -> Self:
         """Covariance of f(x), f elementwise, for Gaussian x, from its `ElementwiseMoments`, (T, D) each.
@@ -352,7 +352,16 @@ class Covariance(abc.ABC):
         Between different entries, the first two terms of the Hermite (Mehler) expansion Cov[f(x), f(y)]
         = gain gain' c + second second' corr^2 + ...; on the diagonal, the exact variance.
         """
-        return self.projected(self.full().elementwise(moments).cov)
+        dense, variance = self.to_dense(), self.variance()
+        root = safe_sqrt(variance)
+        # Square the quotient: a quotient of squares overflows earlier.
+        squared_corr = safe_divide(dense, root[:, :, None, None] * root[None, None]) ** 2
+        gain, second = moments.gain, moments.second
+        kept = gain[:, :, None, None] * dense * gain[None, None]
+        kept = kept + second[:, :, None, None] * squared_corr * second[None, None]
+        # The rest of the variance (higher Hermite terms), nonnegative by Parseval.
+        rest = nonnegative(moments.variance - gain**2 * variance - second**2)
+        return self.projected(kept + diagonal_matrix(rest.ravel()).reshape(dense.shape))
 
     # -- dependent sums -----------------------------------------------------------------------------
 

@@ -36,17 +36,15 @@ class DiagonalCross(NamedTuple):
 
     def rescale(self, gain: Array) -> DiagonalCross:
         if len(gain) > 1 and not np.array_equal(self.right, np.arange(len(self.right))):
-            count = max(map(len, self.gains))
-            gain = jnp.ones((count, gain.shape[1]), gain.dtype).at[self.right].set(gain)
+            count = max(*map(len, self.gains), 1 + self.right.max())
+            tokens = np.where(self.right < 0, count, self.right)  # a row of zeros has none
+            gain = jnp.ones((count, gain.shape[1]), gain.dtype).at[tokens].set(gain, mode="drop")
         return self._replace(gains=(*self.gains[:-1], self.gains[-1] * gain))
 
     def map_features(self, kernel: Array) -> DiagonalCross:
-        gains, kernels = self.gains, self.kernels
-        if len(kernels) == 2:
-            gains, short = self._short()
-            kernels = (short,)
+        chain = self._short() if len(self.kernels) == 2 else self
         unit = jnp.ones((1, kernel.shape[1]), kernel.dtype)
-        return self._replace(gains=(*gains, unit), kernels=(*kernels, kernel))
+        return chain._replace(gains=(*chain.gains, unit), kernels=(*chain.kernels, kernel))
 
     def map_each(self, kernels: Array) -> DiagonalCross:
         return self.map_features(jnp.mean(kernels, axis=0))
@@ -76,14 +74,13 @@ class DiagonalCross(NamedTuple):
         """Of two ways from x to z; each is first shortened to one kernel, unless neither has any."""
         if not self.kernels and not other.kernels:
             return self._replace(gains=(self.gains[0] + other.gains[0],))
-        gains, kernel = self._short()
-        others, another = other._short()
+        both = self._short(), other._short()
+        first, more = (x.kernels[0] * jnp.mean(x.gains[1], axis=0, keepdims=True) for x in both)
         # One gain for the entries of x in both.
-        kernel = kernel * jnp.mean(gains[1], axis=0, keepdims=True)
-        another = another * jnp.mean(others[1], axis=0, keepdims=True)
-        ratio = safe_divide(jnp.mean(others[0], axis=0), jnp.mean(gains[0], axis=0))
-        unit = jnp.ones((1, kernel.shape[1]), kernel.dtype)
-        return self._replace(gains=(gains[0], unit), kernels=(kernel + ratio[:, None] * another,))
+        gain, another = (x.gains[0] for x in both)
+        ratio = safe_divide(jnp.mean(another, axis=0), jnp.mean(gain, axis=0))
+        only = self._replace(gains=(gain,), kernels=())
+        return only.map_features(first + ratio[:, None] * more)
 
     def own(self) -> Array:
         if not self.kernels:
@@ -102,16 +99,15 @@ class DiagonalCross(NamedTuple):
     def _shape(self) -> tuple[int, int]:
         return len(self.right), self.gains[-1].shape[1]
 
-    def _short(self) -> tuple[tuple[Array, Array], Array]:
-        """The chain with one kernel: its two gains, and the kernel."""
+    def _short(self) -> DiagonalCross:
+        """The chain with one kernel."""
         if not self.kernels:
-            gain = self.gains[0]
-            unit = jnp.eye(gain.shape[1], dtype=gain.dtype)
-            return (gain, jnp.ones((1, len(unit)), gain.dtype)), unit
+            return self.map_features(jnp.eye(self._shape[1], dtype=self.gains[0].dtype))
         if len(self.kernels) == 1:
-            return (self.gains[0], self.gains[1]), self.kernels[0]
-        gain = jnp.mean(self.gains[1], axis=0, keepdims=True)
-        return (self.gains[0], self.gains[2]), (self.kernels[0] * gain) @ self.kernels[1]
+            return self
+        first, middle, last = self.gains
+        kernel = (self.kernels[0] * jnp.mean(middle, axis=0, keepdims=True)) @ self.kernels[1]
+        return self._replace(gains=(first, last), kernels=(kernel,))
 
 
 @register_fields

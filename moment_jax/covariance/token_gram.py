@@ -77,7 +77,12 @@ class TokenGram:
     def _parts_of(self, other: Any) -> tuple[Any, Any]:
         """Columns and diagonal of a `TokenGram`, a number, or an array (T, 1), (1, T) or (T, T)."""
         if isinstance(other, TokenGram):
-            _check_landmarks(self, other)
+            if count_of(self) != count_of(other):
+                raise ValueError(
+                    "Token Gram matrices that are added or multiplied need the same landmark tokens. "
+                    f"Got {count_of(self)} and {count_of(other)}. Begin both with "
+                    "Separable.zeros(shape, landmarks=r)."
+                )
             return other.columns, other.diagonal
         if jnp.ndim(other) == 0:
             return other, other
@@ -203,12 +208,6 @@ def row_sums(tokens: Tokens) -> Array:
 def total(tokens: Tokens) -> Array:
     """The sum of all entries, ()."""
     return jnp.sum(row_sums(tokens)) if isinstance(tokens, TokenGram) else jnp.sum(tokens)
-
-
-def average_gain(pool: Array, tokens: Tokens, gain: Array) -> Array:
-    """A gain (T, D) averaged over tokens, (D,), by each token's covariance with the pooled sum."""
-    shares = pool * vecmat(pool, tokens)
-    return safe_divide(shares @ gain, jnp.sum(shares))
 
 
 def divide(tokens: Tokens, size: Array) -> Tokens:
@@ -403,14 +402,6 @@ def _shown(mask: Array, queries: Array) -> Array:
     looks = jnp.any(mask, axis=tuple(range(mask.ndim - 2)))
     later = jnp.tril(jnp.ones(looks.shape, bool))
     return jnp.all(looks | later | ~queries[:, None], axis=0)
-
-
-def _check_landmarks(a: TokenGram, b: TokenGram) -> None:
-    if count_of(a) != count_of(b):
-        raise ValueError(
-            "Token Gram matrices that are added or multiplied need the same landmark tokens. Got "
-            f"{count_of(a)} and {count_of(b)}. Begin both with Separable.zeros(shape, landmarks=r)."
-        )
 
 
 def _dot(*factors: Array) -> Array:

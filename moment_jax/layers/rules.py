@@ -108,8 +108,8 @@ def rules_of(structure: type[Covariance]) -> Rules:
 def _by_projection(rule: Callable[..., tuple[Array, Full, Carry]]) -> Callable[..., Any]:
     def projected(mean: Array, cov: Covariance, *rest: Any, **options: Any) -> Any:
         # A memory is a pair (mean, cov).
-        dense = ((x[0], x[1].full()) if type(x) is tuple else x for x in rest)
-        out, full, carry = rule(mean, cov.full(), *dense, **options)
+        dense = ((x[0], Full.of(x[1])) if type(x) is tuple else x for x in rest)
+        out, full, carry = rule(mean, Full.of(cov), *dense, **options)
         return out, cov.projected(full.cov), carry
 
     return projected

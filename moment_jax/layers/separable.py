@@ -106,10 +106,12 @@ def feed_forward(
     s = h + vector_variance(S)
     variances = numerics.outer_by_share(tg.diagonal_of(G), s)
 
-    # The activation: exact for single entries, by its gain between them.
+    # The activation: exact for single entries; between them by its gain, of which each token has the
+    # share that it has in the pooled sum.
     f = activation(hidden.mean_output(mean), variances)
     rest = nonnegative(f.variance - f.gain**2 * variances)
-    g, alone = tg.average_gain(p, G, f.gain), numerics.weighted_sum(p**2, rest)
+    shares, alone = p * tg.vecmat(p, G), numerics.weighted_sum(p**2, rest)
+    g = safe_divide(shares @ f.gain, jnp.sum(shares))
     G = G * tg.gram(f.gain, safe_divide(s, jnp.sum(s)), count)
     G = tg.add_diagonal(G, jnp.sum(rest, axis=1))
     if S.ndim == 1:  # its covariances in the output are left out: they move nothing

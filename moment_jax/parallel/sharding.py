@@ -136,15 +136,8 @@ def partition_spec(
     ('data', 'model', None)
     """
     after = next((b for a, b in itertools.pairwise(path) if a == "blocks"), 0)
-    if shape and isinstance(after, str):  # of blocks that share an array; else a number follows
-        return PartitionSpec(None, *_spec(path, shape[1:], sizes, fsdp))
-    return _spec(path, shape, sizes, fsdp)
-
-
-def _spec(
-    path: Path, shape: tuple[int, ...], sizes: Mapping[str, int], fsdp: bool
-) -> PartitionSpec:
-    """The sharding of an array of one layer."""
+    stacked = bool(shape) and isinstance(after, str)  # blocks share an array; else a number follows
+    lead, shape = (None,) * stacked, shape[stacked:]
     names = [name for name in path if isinstance(name, str)]
     array = next((name for name in reversed(names) if name in KERNELS), None)
     splits_outputs = bool(SPLITS_OUTPUTS.intersection(names))
@@ -163,9 +156,10 @@ def _spec(
     elif "bias" in names and splits_outputs:  # likewise, Flax's by heads
         axes = (MODEL, *[None] * (len(shape) - 1))
     if len(axes) != len(shape):
-        return PartitionSpec()
+        return PartitionSpec(*lead)
     fits = (size % sizes.get(axis or "", 1) == 0 for axis, size in zip(axes, shape, strict=True))
-    return PartitionSpec(*(axis if fit else None for axis, fit in zip(axes, fits, strict=True)))
+    axes = tuple(axis if fit else None for axis, fit in zip(axes, fits, strict=True))
+    return PartitionSpec(*lead, *axes)
 
 
 def _kernel_axes(names: Sequence[str], array: str) -> tuple[str | None, str | None]:

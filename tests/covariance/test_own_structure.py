@@ -70,7 +70,7 @@ def test_a_block_keeps_the_structure():
     @jax.jit
     def both(cov):
         causal = jnp.tril(jnp.ones((4, 4), bool))
-        return [block(X, given, mask=causal)[1] for given in (cov, cov.full())]
+        return [block(X, given, mask=causal)[1] for given in (cov, mj.Full.of(cov))]
 
     ours, full = both(cov)
     assert type(ours) is Pairs

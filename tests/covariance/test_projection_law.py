@@ -285,7 +285,7 @@ def test_dense_shapes_are_checked():
 OTHER = jax.random.normal(KEYS[2], (5, 5))
 GAIN_OF_EACH = jax.random.normal(KEYS[1], (1, 5))
 TOKENS = jax.random.uniform(KEYS[2], (4, 4))
-ROWS, COLUMNS = np.array([1, 0, -1, 3]), np.array([4, -1, 0, 1, 1])
+ROWS, COLUMNS = np.array([1, 0, 3, -1]), np.array([4, -1, 0, 1, 1])
 CARRIED = {  # functions of Cov[x, x]
     "itself": lambda c: c,
     "kernel": lambda c: c.map_features(SQUARE),
@@ -311,7 +311,7 @@ def entries():
 
     @jax.jit
     def both(cov):
-        dense = Full(cov.to_dense()).with_itself()
+        dense = Full.of(cov).with_itself()
         return {n: (f(cov.with_itself()).own(), f(dense).own()) for n, f in CARRIED.items()}
 
     return {s: both(random_cov(KEYS[4], s, SHAPE)) for s in ALL_STRUCTURES}
@@ -327,6 +327,13 @@ def test_what_is_carried_is_the_dense_covariance(structure, name, entries):
 def test_a_diagonal_forgets_what_other_tokens_tell():
     cov = Diagonal(jnp.ones(SHAPE)).with_itself()
     assert cov.map_tokens(TOKENS[:2]) is None
+
+
+def test_a_diagonal_keeps_the_gain_of_each_row():
+    """Of rows in another order, the last of them zero."""
+    cov, same_rows = Diagonal(POSITIVE), CARRIED["the same rows of both"]
+    ours, dense = (same_rows(c.with_itself()).rescale(GAIN).own() for c in (cov, Full.of(cov)))
+    assert_close(ours, dense)
 
 
 def test_a_covariance_beyond_both_variances_is_bounded():
