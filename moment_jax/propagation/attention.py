@@ -155,7 +155,7 @@ def _moments(
     if not own and isinstance(query.source, Node):
         assumed += "; x and memory too"
         if overlap(weights_in(query.source), weights_in(key.source)):
-            assumed += ", though x has attended to it before"
+            assumed += ", though they share weights"
         for part in (key, value):
             part.product.apart |= {
                 i for i, y in enumerate(part.product.operands) if isinstance(y, Node)
@@ -283,8 +283,11 @@ def _each_used_once(nodes: tuple[Node, ...], parts: list[Any]) -> bool:
         return False
     if any(overlap(a, b) for a in after for b in before):
         return False
-    # The weights on which x depends other than through what it attended to before.
+    # The weights on which x depends other than through what it attended to before, or a table that it and
+    # the memory are looked up in.
     query = [] if starts[0] is None else regions.weights_of(starts[0], [])
+    tables = {id(w.origin) for start in starts if start is not None for w in _tables(start)}
+    query = [w for w in query if id(w.origin) not in tables]
     for i, j in itertools.combinations(range(3), 2):
         a, b = parts[i], parts[j]
         width = a.layer.kernel.shape[1]
@@ -297,6 +300,16 @@ def _each_used_once(nodes: tuple[Node, ...], parts: list[Any]) -> bool:
         if not a.x.same(b.x) and overlap(query if i == 0 else before[i], before[j]):
             return False
     return True
+
+
+def _tables(node: Node) -> list[Weight]:
+    """The tables from which an array looks up its rows, and that it uses for nothing else."""
+    inside = regions.between(node, [])
+    found = [
+        n.operands[0] for n in inside if n.op == "gather" and isinstance(n.operands[0], Weight)
+    ]
+    others = [x for n in inside if n.op != "gather" for x in n.operands if isinstance(x, Weight)]
+    return [w for w in found if not overlap([w], others)]
 
 
 def _layout(node: Node, side: int, scores: Scores, parts: list[Any]) -> Core | None:
