@@ -24,6 +24,19 @@ Places = np.ndarray
 """Integers of any shape: where each entry lies in another array, flattened; -1 for a certain zero."""
 
 
+class Same:
+    """An array as a key: equal to itself alone, and kept, so that nothing else takes its place."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __hash__(self) -> int:
+        return id(self.array)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.array is other.array
+
+
 class View:
     """An array of any shape whose entries lie at flat places of something else."""
 

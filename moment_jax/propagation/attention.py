@@ -283,11 +283,11 @@ def _each_used_once(nodes: tuple[Node, ...], parts: list[Any]) -> bool:
         return False
     if any(overlap(a, b) for a in after for b in before):
         return False
-    # The weights on which x depends other than through what it attended to before, or a table that it and
-    # the memory are looked up in.
+    # The weights on which x depends other than through what it attended to before, or a table in which
+    # it and the memory are looked up.
     query = [] if starts[0] is None else regions.weights_of(starts[0], [])
-    tables = {id(w.origin) for start in starts if start is not None for w in _tables(start)}
-    query = [w for w in query if id(w.origin) not in tables]
+    tables = [w for start in starts if start is not None for w in _tables(start)]
+    query = [w for w in query if not any(w.origin is table.origin for table in tables)]
     for i, j in itertools.combinations(range(3), 2):
         a, b = parts[i], parts[j]
         width = a.layer.kernel.shape[1]

@@ -488,7 +488,7 @@ def _tied(propagator: Propagator, node: Node) -> Moments | None:
         )
 
     def of_weight(w: Any) -> Any:
-        return regions.compute([value], {id(belief): w})[0].astype(w.dtype).reshape(-1)
+        return regions.compute([value], {arrays.Same(belief): w})[0].astype(w.dtype).reshape(-1)
 
     x, layer = found.x, found.layer
 

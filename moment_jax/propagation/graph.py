@@ -17,7 +17,7 @@ from jax.extend import core
 
 from moment_jax.posterior import Point
 from moment_jax.propagation import arrays
-from moment_jax.propagation.arrays import Moments
+from moment_jax.propagation.arrays import Moments, Same
 from moment_jax.propagation.errors import LINEARISE, refuse
 from moment_jax.propagation.weights import Weight, affine, overlap
 
@@ -37,7 +37,6 @@ class Node:
     source: Any
     output: int = 0  # index among the results
     index: int = dataclasses.field(default_factory=lambda: next(_count))
-    moments: Moments | None = None
     weights: frozenset[Weight] = frozenset()  # on which it depends
     tied: bool = False  # whether an operand is a weight on which another depends
     apart: set[int] = dataclasses.field(default_factory=set)
@@ -91,9 +90,7 @@ def given(
     memory = Node(_GIVEN, {}, tuple(attended), (), dtype, ())
     edge = Node(_GIVEN, {}, (memory,), (), dtype, (), apart={0})
     operands = (*weights, edge) if memory.weights else tuple(weights)
-    node = Node(_GIVEN, {}, operands, moments.shape, dtype, ())
-    node.moments = moments
-    moments.base.node = node
+    moments.base.node = node = Node(_GIVEN, {}, operands, moments.shape, dtype, ())
     return node
 
 
@@ -128,7 +125,7 @@ def as_floating(value: Any) -> Array:
     return array if jnp.issubdtype(array.dtype, jnp.floating) else array.astype(float)
 
 
-Repeats = dict[int, tuple[Any, set[int]]]  # by the id of an array: itself, and its constant axes
+Repeats = dict[Same, set[int]]  # the axes along which an array is the same
 # fmt: off
 _BY_ENTRY = {
     "and", "or", "not", "eq", "ne", "select_n", "convert_element_type", "mul", "add", "sub",
@@ -147,11 +144,10 @@ class Recorder:
     def __init__(self, repeats: Repeats, *, unrolls: bool = False) -> None:
         self.repeats = repeats
         self.unrolls = unrolls  # whether loops are unrolled
-        # Values are keyed by id, and kept so that no id is reused.
-        self.drawn: dict[int, Any] = {}  # random numbers that the function drew
-        self.beliefs: dict[int, Node] = {}  # by weight
-        self.formed: dict[int, tuple[Weight, Any, Any]] = {}  # multiples of weights, and from what
-        self.rows: dict[tuple[int, Any], tuple[Weight, Weight]] = {}  # a stack and its rows
+        self.drawn: set[Same] = set()  # random numbers that the function drew
+        self.beliefs: dict[Weight, Node] = {}
+        self.formed: dict[Weight, tuple[Any, Any]] = {}  # multiples of weights, and from what
+        self.rows: dict[tuple[Weight, str], Weight] = {}  # of stacks
         self.found: dict[Any, Any] = {}  # results of each operation, which is not repeated
         self.calls: tuple[Any, ...] = ()  # sources of the enclosing calls, innermost first
 
@@ -174,15 +170,15 @@ class Recorder:
         name = eqn.primitive.name
         if not any(map(is_random, operands)) and name not in ("jit", "pjit"):
             views = name == "broadcast_in_dim"  # of one mask, however often it is used
-            again = (id(operands[0]), str(eqn.params)) if views else None
+            again = (Same(operands[0]), str(eqn.params)) if views else None
             if again in self.found:
-                return self.found[again][1]
+                return list(self.found[again])
             results = arrays.evaluate(eqn.primitive, operands, eqn.params)
             if views:
-                self.found[again] = operands, results
+                self.found[again] = results
             self._note_repeats(eqn, operands, results[0])
-            if name in _DRAWS or any(id(x) in self.drawn for x in operands):
-                self.drawn.update({id(x): x for x in results})
+            if name in _DRAWS or any(Same(x) in self.drawn for x in operands):
+                self.drawn.update(map(Same, results))
             return results
         if name == "cond":
             return self._branch(eqn, operands)
@@ -203,7 +199,7 @@ class Recorder:
         for inner in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
             if inner in eqn.params:
                 return self._entered(eqn, eqn.params[inner], operands)
-        if any(id(x) in self.drawn for x in operands):
+        if any(Same(x) in self.drawn for x in operands):
             raise refuse(
                 f"`{name}` of a random value with random numbers drawn in the function (dropout?)",
                 self.source(eqn),
@@ -212,15 +208,14 @@ class Recorder:
         key = name, str(eqn.params), *map(_identity, operands)
         if key not in self.found:
             results = self._weights(eqn, operands) or self._nodes(eqn, operands)
-            self.found[key] = operands, results
-        return self.found[key][1]
+            self.found[key] = results
+        return list(self.found[key])
 
     def _note_repeats(self, eqn: Any, operands: list[Value], array: Any) -> None:
         """Remember along which axes a certain array repeats itself, such as a padding mask."""
         name, shape = eqn.primitive.name, np.shape(array)
         known = [
-            {i for i, n in enumerate(np.shape(x)) if n == 1}
-            | self.repeats.get(id(x), (x, set()))[1]
+            {i for i, n in enumerate(np.shape(x)) if n == 1} | self.repeats.get(Same(x), set())
             for x in operands
         ]
         axes = set(range(len(shape)))
@@ -235,7 +230,7 @@ class Recorder:
             )
         else:
             return
-        self.repeats[id(array)] = array, axes
+        self.repeats[Same(array)] = axes
 
     def source(self, eqn: Any) -> tuple[Any, ...]:
         """Source of an equation, and of the calls around it."""
@@ -263,7 +258,7 @@ class Recorder:
         if changed is None:
             return None
         if changed is not weight:
-            self.formed[id(changed)] = changed, eqn, operands
+            self.formed[changed] = eqn, operands
         return [changed]
 
     def _nodes(self, eqn: Any, operands: list[Value]) -> list[Value]:
@@ -290,14 +285,14 @@ class Recorder:
         """A weight as a node; other values as they are."""
         if not isinstance(x, Weight):
             return x
-        if id(x) not in self.beliefs:
+        if x not in self.beliefs:
             node = Node(_BELIEF, {}, (x,), x.shape, x.dtype, source)
-            if id(x) in self.formed:  # a function of the weight, so that it stays one weight
-                _, eqn, operands = self.formed[id(x)]
+            if x in self.formed:  # a function of the weight, so that it stays one weight
+                eqn, operands = self.formed[x]
                 whole = tuple(self._belief(y, source) for y in operands)
                 node = Node(eqn.primitive, eqn.params, whole, x.shape, x.dtype, source)
-            self.beliefs[id(x)] = node
-        return self.beliefs[id(x)]
+            self.beliefs[x] = node
+        return self.beliefs[x]
 
     def _branch(self, eqn: Any, operands: list[Value]) -> list[Value]:
         index, *args = operands
@@ -418,16 +413,16 @@ class Recorder:
         if not isinstance(x, Weight):
             return self._applied(lambda a: a[i], [x], eqn)[0]
         # One belief for each row, however often the stack is scanned over.
-        key = id(x), str(i)
+        key = x, str(i)
         if key not in self.rows:
-            self.rows[key] = x, x.row(i) if isinstance(i, int) else x.later(i.start)
-        return self.rows[key][1]
+            self.rows[key] = x.row(i) if isinstance(i, int) else x.later(i.start)
+        return self.rows[key]
 
 
 def _identity(x: Value) -> Any:
     """The number, or the identity of an array."""
     known = arrays.is_known(x) and np.ndim(x) == 0
-    return (np.asarray(x).dtype.name, np.asarray(x).item()) if known else id(x)
+    return (np.asarray(x).dtype.name, np.asarray(x).item()) if known else Same(x)
 
 
 def _opened(jaxpr: Any) -> Any:

@@ -20,7 +20,7 @@ from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.expectations import ElementwiseMoments
 from moment_jax.propagation import arrays
 from moment_jax.propagation.arrays import Base, Moments, Places, Sequence
-from moment_jax.propagation.errors import refuse, register, shapes, where
+from moment_jax.propagation.errors import LINEARISE, refuse, register, shapes, where
 from moment_jax.propagation.graph import Node, is_random, weights_in
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.regions import weights_of
@@ -106,8 +106,9 @@ def _related(propagator: Propagator, node: Node, u: Base, v: Base) -> bool:
         return u is v
     if (u, v) not in propagator.related:
         if v.parents is None:
-            raise _shared(node, v, "no rule tells how it depends on what came before", "")
-        if overlap(_own(v), mine):
+            fix = f'Give its rule a carry: mj.propagation_rule("{v.node.op}", carry=...). '
+            raise _shared(node, v, "no rule tells how it depends on what came before", fix)
+        if overlap(_own(propagator, v), mine):
             batch = "One call on both inputs, as a batch jnp.stack([a, b]), uses them once. "
             raise _shared(node, v, "both use the same weights", batch)
         propagator.related.add((u, v))
@@ -116,14 +117,15 @@ def _related(propagator: Propagator, node: Node, u: Base, v: Base) -> bool:
     return True
 
 
-def _own(v: Base) -> list[Any]:
+def _own(propagator: Propagator, v: Base) -> list[Any]:
     """The weights between an array and its parents."""
     if not isinstance(v.node, Node):
         return [v.node]
     parents = {x.base for x in v.parents or ()}
 
     def before(node: Node) -> list[Node]:
-        return [n for n in node.origins if n.moments is None or n.moments.base not in parents]
+        known = propagator.planned
+        return [n for n in node.origins if n not in known or known[n].base not in parents]
 
     return weights_of(v.node, {base.node for base in parents}, before)
 
@@ -146,7 +148,7 @@ def _shared(node: Node, v: Base, why: str, fix: str) -> Exception:
     return refuse(
         f"`{node.op}` of random {shapes(node.operands)}, which have a random array in common{place}",
         node.source,
-        f"No rule or pattern covers it. {fix}{register(node)}",
+        f"{fix}Else keep one of them certain, or {LINEARISE}.",
     )
 
 

@@ -83,7 +83,9 @@ def _found(node: Node) -> tuple[Node, Axes, Axes, Any] | None:
             y = regions.probe(node, source, flat).ravel()
             return y[rows] if y.size == x.size else y
 
-        kind = recognised_rows(fn, rows.shape, source.dtype, partial(_consists, node, source))
+        kind = recognised_rows(
+            fn, rows.shape, regions.precise(source.dtype), partial(_consists, node, source)
+        )
         if kind is None and found is None:
             continue  # such as the exponentials inside a softmax
         if kind is None or (found is not None and isinstance(kind, np.ndarray)):
@@ -193,9 +195,7 @@ def recognised_rows(
     """
     if not consists(regions.SOFTMAX) and not consists(regions.NORM):
         return None
-    precision = jnp.finfo(dtype)
-    close = float(np.clip(1e3 * precision.eps, 1e-5, 0.05))
-    far = 1e3 if float(precision.max) > 1e9 else 10.0
+    close, far = max(1e3 * float(jnp.finfo(dtype).eps), 1e-5), 1e3
 
     def average(x: np.ndarray) -> np.ndarray:
         return x.mean(-1, keepdims=True)

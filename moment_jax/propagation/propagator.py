@@ -19,8 +19,8 @@ from moment_jax.covariance import STRUCTURES, Covariance, Separable
 from moment_jax.covariance.token_gram import pool_read, pool_seen
 from moment_jax.posterior import Factorized, Posterior
 from moment_jax.propagation import arrays, errors, graph
-from moment_jax.propagation.arrays import Axes, Base, Moments, Places, Sequence
-from moment_jax.propagation.errors import PropagationError, Step, Steps, shapes
+from moment_jax.propagation.arrays import Axes, Base, Moments, Places, Same, Sequence
+from moment_jax.propagation.errors import LINEARISE, PropagationError, Step, Steps, shapes
 from moment_jax.propagation.graph import Node, Recorder, Value
 from moment_jax.propagation.regions import reads, weights_of
 from moment_jax.propagation.weights import Weight
@@ -46,7 +46,8 @@ class Propagator:
     output: Value = None  # of the function
     unrolls: bool = False  # whether loops are unrolled, for a receipt
     steps: dict[Node, Step] = dataclasses.field(default_factory=dict)
-    known: dict[Any, tuple[Any, Moments]] = dataclasses.field(default_factory=dict)  # if certain
+    planned: dict[Node, Moments] = dataclasses.field(default_factory=dict)
+    known: dict[Any, Moments] = dataclasses.field(default_factory=dict)  # of certain arrays
     repeats: graph.Repeats = dataclasses.field(default_factory=dict)  # of certain arrays
     longest: int = 1  # tokens of the longest sequence
     bases: dict[Any, Base] = dataclasses.field(default_factory=dict)  # of weights
@@ -88,19 +89,25 @@ class Propagator:
         """Moments of a node, a weight or a certain array."""
         if isinstance(value, Weight):
             # Views of the same entries are views of one array.
-            key = id(value.posterior), np.unique(value.places).tobytes()
+            key = Same(value.posterior), np.unique(value.places).tobytes()
             if key not in self.bases:
                 self.bases[key] = value.base(self.structure, self.landmarks)
             return Moments(self.bases[key], value.places)
         if not isinstance(value, Node):
             return self.certain(value, arrays.by_last_axis(np.ndim(value))[1])
-        if value.moments is None:
-            value.moments = self._resolved(value)
-        return value.moments
+        if value not in self.planned:
+            self.planned[value] = self._resolved(value)
+        return self.planned[value]
+
+    def given(self, moments: Moments, *about: Any) -> Node:
+        """An array of known moments: see `graph.given`."""
+        node = graph.given(moments, *about)
+        self.planned[node] = moments
+        return node
 
     def certain(self, array: Any, features: Axes) -> Moments:
         """Moments of a certain array, as a sequence with these feature axes."""
-        key = (id(array), features)
+        key = Same(array), features
         if key not in self.known:
             x = graph.as_floating(array)
             tokens = tuple(i for i in range(x.ndim) if i not in features)
@@ -111,12 +118,12 @@ class Propagator:
 
             found = arrays.made(compute, mean.shape, arrays.ordered(x.shape, tokens, features))
             found.base.finish = self.finished
-            self.known[key] = array, found  # kept, so that no id is reused
-        return self.known[key][1]
+            self.known[key] = found
+        return self.known[key]
 
     def entries(self, array: Any, shape: tuple[int, ...]) -> tuple[Any, Places]:
         """A certain array (N,) without repeats, and the place in it of each entry of this shape."""
-        axes = self.repeats.get(id(array), (array, set()))[1]
+        axes = self.repeats.get(Same(array), set())
         x = np.asarray(array) if arrays.is_known(array) else array
         small = x[tuple(slice(0, 1) if i in axes else slice(None) for i in range(x.ndim))]
         number = arrays.uniform(small)
@@ -143,13 +150,16 @@ class Propagator:
                 if found.base.node is None:  # not a view of what was known
                     found.base.node, found.base.finish = node, self.finished
                 return found
-        shared = (
-            "" if graph.independent(*node.operands) else ", which have a random array in common"
-        )
-        what = f"`{node.op}` of random {shapes(node.operands)}{shared}"
-        raise errors.refuse(
-            what, node.source, f"No rule or pattern covers it. {errors.register(node)}"
-        )
+        what = f"`{node.op}` of random {shapes(node.operands)}"
+        fix = f"No rule or pattern covers it. {errors.register(node)}"
+        if not graph.independent(*node.operands):
+            what += ", which have a random array in common"
+            if node.tied:
+                what += ": a weight on which another of them depends"
+                fix = (
+                    f"A layer that is called twice? Give each call its own weights, or {LINEARISE}."
+                )
+        raise errors.refuse(what, node.source, fix)
 
 
 PATTERNS: list[Rule] = []  # tried first, whatever the primitive
@@ -174,7 +184,9 @@ def pattern(function: Rule) -> Rule:
     return function
 
 
-def propagation_rule(primitive: str) -> Callable[[Callable[..., tuple[Array, Any]]], Any]:
+def propagation_rule(
+    primitive: str, *, carry: Callable[..., Any] | None = None
+) -> Callable[[Callable[..., tuple[Array, Any]]], Any]:
     """Register a rule for a primitive: `rule(mean, cov, *others, **params) -> (mean, cov)`.
 
     The rule receives the first random operand as a sequence, mean (T, D) and covariance; the other
@@ -182,10 +194,17 @@ def propagation_rule(primitive: str) -> Callable[[Callable[..., tuple[Array, Any
     parameters. It returns the moments of the result in the same (T, D) layout, and takes precedence over
     the library's rules. Primitives have the names that `jax.make_jaxpr` prints.
 
+    A result that meets its input again, as in a residual sum, needs
+    `carry(cross, mean, cov, *others, **params)`: the operation linearised, which makes Cov[u, result] of
+    `cross`, Cov[u, x] for any u. Both have a covariance's `rescale`, `map_features` and `map_tokens`.
+
     >>> import jax, jax.numpy as jnp, moment_jax as mj
     >>> @mj.propagation_rule("asinh")
     ... def asinh(mean, cov):
     ...     return mj.activation(mean, cov, jnp.arcsinh)
+    >>> def slope(cross, mean, cov):
+    ...     return cross.rescale(1 / jnp.sqrt(1 + mean**2))
+    >>> _ = mj.propagation_rule("asinh", carry=slope)(asinh)  # also for x + arcsinh(x)
     """
     if not isinstance(primitive, str):
         raise TypeError(
@@ -202,12 +221,17 @@ def propagation_rule(primitive: str) -> Callable[[Callable[..., tuple[Array, Any
 
             def compute() -> tuple[Any, ...]:
                 means = (y.array() if isinstance(y, Moments) else y for y in others)
-                return function(x.mean, x.cov, *means, **node.params)
+                given = x.mean, x.cov, *means
+                found = function(*given, **node.params)
+                if carry is None:
+                    return found
+                return *found, lambda cross: carry(cross, *given, **node.params)
 
             propagator.note(node, getattr(function, "__name__", "a rule"), "registered")
             places = arrays.ordered(node.shape, *x.axes)
             t = math.prod(node.shape[i] for i in x.tokens)
-            return Moments(Base((t, node.size // t), compute, None), places)
+            parents = None if carry is None else (x,)
+            return Moments(Base((t, node.size // t), compute, parents), places)
 
         _REGISTERED[primitive] = [applied]
         return function
@@ -359,7 +383,7 @@ def _random(propagator: Propagator, mean: Any, cov: Any) -> Node:
     places = arrays.ordered(np.shape(mean), *axes)
     moments = arrays.made(lambda: (rows, cov), rows.shape, places)
     moments.base.finish = propagator.finished
-    return graph.given(moments, rows.dtype, [own])
+    return propagator.given(moments, rows.dtype, [own])
 
 
 _SHARED = "landmarks", "pool", "reading", "output"
@@ -391,11 +415,11 @@ def _loop(propagator: Propagator, node: Node) -> Moments:
             if i == carry:
                 found = Moments(start_base, arrays.ordered(start.shape, *axes))
                 own = frozenset(weights_of(start, []))
-                return graph.given(found, start.dtype, own, start.weights - own)
+                return inner.given(found, start.dtype, own, start.weights - own)
             if isinstance(value, Node):
                 known = outer[i]
                 base = Base(known.base.shape, lambda: known.base.numbers[:2])
-                return graph.given(Moments(base, known.places), value.dtype, value.weights)
+                return inner.given(Moments(base, known.places), value.dtype, value.weights)
             if i not in rows:
                 return value
             if not isinstance(value, Weight):

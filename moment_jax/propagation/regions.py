@@ -144,39 +144,48 @@ def _read_of(node: Node, i: int, read: np.ndarray) -> np.ndarray:
 
 
 def compute(
-    roots: Iterable[Node], known: dict[Any, Any], replace: Callable[[Any], Any] = lambda x: x
-) -> list[Any]:
-    """Values of the roots, given those of some nodes, and of weights by the id of their posterior.
+    roots: Iterable[Node], known: dict[Any, Any], replace: Callable[[Any], Any] = lambda x: x,
+    dtype_of: Callable[[Any], Any] = lambda dtype: dtype,
+) -> list[Any]:  # fmt: skip
+    """Values of the roots, given those of some nodes, and of weights by their posterior.
 
-    Other weights have their mean. `replace` maps the certain operands.
+    Other weights have their mean. `replace` maps the certain operands, and `dtype_of` the precisions.
     """
     values = dict(known)
 
     def value(x: Any) -> Any:
         if isinstance(x, Weight):
-            return known.get(id(x.posterior), x.posterior.mean).reshape(-1)[x.places]
+            return known.get(arrays.Same(x.posterior), x.posterior.mean).reshape(-1)[x.places]
         if not isinstance(x, Node):
             return replace(x)
         if x not in values:
             operands = [value(y) for y in x.operands]
-            belief = x.op == "belief"
-            found = operands if belief else arrays.evaluate(x.primitive, operands, x.params)
-            values[x] = found[x.output].astype(x.dtype)
+            own = {"new_dtype": dtype_of(x.params["new_dtype"])} if "new_dtype" in x.params else {}
+            params, belief = {**x.params, **own}, x.op == "belief"
+            found = operands if belief else arrays.evaluate(x.primitive, operands, params)
+            values[x] = found[x.output].astype(dtype_of(x.dtype))
         return values[x]
 
     return [value(x) for x in roots]
 
 
-def probe(node: Node, source: Node, x: Any, replace: Callable[[Any], Any] = lambda x: x) -> Any:
-    """Value of a node at a known value of its source, computed immediately; known if all else is."""
+def precise(dtype: Any) -> Any:
+    """float32 for a lower precision, in which other functions look alike."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def probe(node: Node, source: Node, x: Any) -> Any:
+    """Value of a node at a known value of its source, computed precisely; known if all else is."""
 
     def on_host(constant: Any) -> Any:
-        constant = replace(constant)
-        return np.asarray(jnp.asarray(constant)) if arrays.is_known(constant) else constant
+        if not arrays.is_known(constant):
+            return constant
+        constant = np.asarray(jnp.asarray(constant))
+        return constant.astype(precise(constant.dtype))
 
     with jax.ensure_compile_time_eval():
-        value = np.asarray(x).astype(source.dtype).reshape(source.shape)
-        (found,) = compute([node], {source: value}, on_host)
+        value = np.asarray(x).astype(precise(source.dtype)).reshape(source.shape)
+        (found,) = compute([node], {source: value}, on_host, precise)
         return np.asarray(found, float) if arrays.is_known(found) else found
 
 

@@ -464,7 +464,7 @@ def rows_added(p, x):
 
 
 NO_RULE = r"test_propagate.py.*propagation_rule.*mj.linearised"
-SHARED = r"random array in common.*" + NO_RULE
+SHARED = r"random array in common.*test_propagate.py.*mj.linearised"
 TIED = r"a weight on which another depends.*test_propagate.py.*mj.linearised"
 CONVOLUTION = nnx.Conv(2, 2, (3,), use_bias=False, rngs=nnx.Rngs(0))
 REFUSED = {  # functions of (3, 2) weights and of (2, 3) inputs
@@ -692,3 +692,22 @@ def test_variances_are_not_negative_where_factors_cancel():
         return [jnp.min(mj.propagate(fn, structure=s)(w)[1].variance()) for s in STRUCTURES]
 
     assert min(lowest(w)) >= 0
+
+
+def test_a_registered_rule_meets_its_input_by_its_carry():
+    p, x = belief(0, 3, 3), jax.random.normal(jax.random.key(1), (2, 3))
+
+    def fn(p, x):
+        return x @ p + jnp.arcsinh(x @ p)
+
+    def rule(mean, cov):
+        return mj.activation(mean, cov, jnp.arcsinh)
+
+    mj.propagation_rule("asinh")(rule)
+    with pytest.raises(mj.PropagationError, match=r"test_propagate.py.*carry=.*mj.linearised"):
+        jax.eval_shape(mj.propagate(fn), p, x)
+    mj.propagation_rule("asinh", carry=lambda cross, m, cov: cross.rescale(1 / jnp.sqrt(1 + m**2)))(
+        rule
+    )
+    cov, first = (jax.jit(f(fn, structure=mj.Full))(p, x)[1] for f in (mj.propagate, mj.linearised))
+    assert jnp.allclose(cov.sd(), first.sd(), rtol=0.01)
