@@ -256,7 +256,8 @@ def propagate(
     `fn(params, x)` is any JAX function. It is traced, and its operations are applied to moments: linear
     ones as exactly as the structure allows; elementwise functions in closed form or by quadrature.
     Layer and RMS normalisation, attention and residual sums are recognised by what they compute,
-    whichever module wrote them, and use the library's transforms.
+    whichever module wrote them, and use the library's transforms. First all of the function is planned,
+    from shapes, operations and what is truly known; then each array is computed, once.
 
     Where two arrays meet that depend on one another, as in residual sums, gates and concatenations,
     their covariance is that through everything that they share, linearised: exact to first order in
@@ -265,9 +266,10 @@ def propagate(
     No rule have: convolutions but those of patches (kernel = stride), maxima and comparisons of two
     random entries or more, cumulative sums, sorting, scattered entries, random conditions and indices,
     rounding and other functions that jump with curved pieces, recurrent loops, one weight array used
-    in two places other than a product with its transpose, and attention with a cap, a clip, a bias or a
-    sink between scores and weights. They raise an error that names the line; `mj.linearised` takes them
-    all, and so do certain weights.
+    in two places other than a product with its transpose, such as a layer that is called twice, and
+    attention other than softmax(where(mask, scale * q k^T + bias, number)) v: with a sink, or a head
+    that mixes others. They raise an error that names the line; `mj.linearised` takes them all, and so
+    do certain weights.
 
     Assumes that weight arrays are independent of each other and of random inputs, and a single input:
     for a batch, use jax.vmap (axes of size one are fine); the examples of a batch that come in as one
