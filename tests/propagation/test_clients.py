@@ -12,6 +12,7 @@ import pytest
 from flax import linen as nn
 
 import moment_jax as mj
+from tests.propagation.sampled import beside_sampled
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ranks_of_a_user", "_former_clip")]
 
@@ -152,21 +153,11 @@ def network(client: Client):
     return Called(model.module, client.call).bind({"params": {"inner": params}})
 
 
-def sampled(model, draws: int, *inputs):
-    """Outputs of sampled networks."""
-    one = lambda key: model.sample(key)(*inputs)  # noqa: E731
-    keys = jax.random.split(jax.random.key(1), draws)
-    return np.asarray(jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=50))(keys), float)
-
-
 @pytest.mark.parametrize("name", CLIENTS)
 def test_a_client_called_plainly(name):
-    """No noise gives the network, noise the spread of sampled networks; their own noise is .05."""
+    """No noise gives the network, noise the spread of sampled networks."""
     client = CLIENTS[name]
     net = network(client)
-    y = jax.jit(lambda *inputs: net(*inputs))(*client.inputs)
-    model = mj.Bayesian(net, relative_scale=0.1)
-    quiet, noisy = (each(*client.inputs) for each in (model.scaled(1e-5), model))
-    assert jnp.abs(quiet.mean - y).max() < 1e-5 * jnp.abs(y).mean()
-    ratio = noisy.sd / sampled(model, 200, *client.inputs).std(axis=0)
-    assert jnp.abs(ratio - 1).mean() < 0.12
+    figures = beside_sampled(mj.Bayesian(net, relative_scale=0.1), net, client.inputs, 200)
+    assert figures.off < 1e-5
+    assert figures.error < 0.12

@@ -7,61 +7,13 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from flax import nnx
 
 import moment_jax as mj
+from tests.propagation.sampled import beside_sampled
 from tests.propagation.zoo import ZOO
-
-
-class Row(NamedTuple):
-    """A pass beside its network, and beside sampled networks."""
-
-    off: float  # the pass at noise 1e-6 beside the network: largest difference over the mean size
-    ratio: float  # of the sds at noise .1, mean over the outputs
-    error: float  # mean |ratio - 1|
-    shift: float  # |mean - sampled mean| in sds, mean
-    trace: float  # seconds, of the pass
-    compile: float
-    plain: float  # to trace and compile the network
-
-
-def compiled(fn, *args):
-    """The program, and the seconds to trace and to compile it."""
-    start = time.perf_counter()
-    traced = jax.jit(fn).trace(*args)
-    middle = time.perf_counter()
-    program = traced.lower().compile()
-    return program, middle - start, time.perf_counter() - middle
-
-
-def measured(case, draws: int) -> Row:
-    model, inputs, get = case.model(relative_scale=0.1), case.inputs, case.output or (lambda x: x)
-    network, (graph, state) = case.network(), nnx.split(model)
-    quiet = nnx.state(model.scaled(1e-5))
-
-    def moments(state, *inputs):
-        found = nnx.merge(graph, state)(*inputs)
-        return found.mean, found.sd
-
-    def sampled(state, keys, *inputs):
-        one = lambda key: get(nnx.merge(graph, state).sample(key)(*inputs))  # noqa: E731
-        return jax.lax.map(one, keys, batch_size=100)
-
-    run, trace, compile = compiled(moments, state, *inputs)
-    plain, *seconds = compiled(lambda *inputs: get(network(*inputs)), *inputs)
-    keys = jax.random.split(jax.random.key(7), draws)
-    outputs = np.asarray(jax.jit(sampled)(state, keys, *inputs), float)
-    y, (certain, _), (mean, sd) = plain(*inputs), run(quiet, *inputs), run(state, *inputs)
-    ratio, shift = sd / outputs.std(0), abs(mean - outputs.mean(0)) / outputs.std(0)
-    off = jnp.abs(certain - y).max() / jnp.abs(y).mean()
-    figures = off, ratio.mean(), jnp.abs(ratio - 1).mean(), shift.mean()
-    return Row(*map(float, figures), trace, compile, sum(seconds))
 
 
 @pytest.mark.slow
@@ -69,26 +21,41 @@ def measured(case, draws: int) -> Row:
 @pytest.mark.parametrize("name", ZOO)
 def test_a_public_network(name):
     case = ZOO[name]
+    model = case.model()
     if case.refused is not None:
         with pytest.raises(mj.PropagationError, match=case.refused):
-            case.model().explain(*case.inputs)
+            model.explain(*case.inputs)
         return
-    row = measured(case, 600)
-    assert row.off < 1e-5
-    assert abs(row.ratio - 1) < 0.08
-    assert row.error < 0.08
+    figures = beside_sampled(model, case.network(), case.inputs, 1000, case.output)
+    assert figures.off < 1e-5
+    assert abs(figures.ratio - 1) < 0.08
+    assert figures.error < 0.08
+
+
+def seconds(fn, *inputs):
+    """CPU seconds of a call."""
+    start = time.process_time()
+    fn(*inputs)
+    return time.process_time() - start
 
 
 def table(names) -> None:
-    print("network | no noise | sd ratio | error | mean | trace | compile | plain")
+    print("network | no noise | sd ratio | error | mean off, sd | trace, compile | plain, CPU s")
     for name in names or ZOO:
+        case = ZOO[name]
+        model, network = case.model(), case.network()
         try:
-            row = measured(ZOO[name], 2000)
+            trace = seconds(jax.eval_shape, model, *case.inputs)
         except mj.PropagationError as error:
             print(f"{name} | refused: {' '.join(str(error).split())}", flush=True)
             continue
-        a, b = f"{row.off:.0e} | {row.ratio:.3f} | {row.error:.3f} | {row.shift:.2f}", row[4:]
-        print(f"{name} | {a} | {' | '.join(f'{x:.1f} s' for x in b)}", flush=True)
+        compile = seconds(model, *case.inputs) - trace
+        plain = seconds(jax.jit(lambda *x, network=network: network(*x)), *case.inputs)
+        off, *others = beside_sampled(model, network, case.inputs, 2000, case.output)
+        figures = " | ".join(f"{x:.3f}" for x in others)
+        print(
+            f"{name} | {off:.0e} | {figures} | {trace:.1f}, {compile:.1f} | {plain:.1f}", flush=True
+        )
 
 
 if __name__ == "__main__":

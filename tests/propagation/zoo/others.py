@@ -119,7 +119,7 @@ def top_1_experts(x):
     """The expert with the largest probability, times it."""
     x = dense(D, x)
     probability = nn.softmax(dense(2, x))
-    gate = probability * jax.nn.one_hot(jnp.argmax(probability, -1), 2)
+    gate = probability * jax.nn.one_hot(jnp.argmax(probability, -1), 2, dtype=x.dtype)
     return dense(3, (x + sum(gate[..., i : i + 1] * mlp(x) for i in range(2))).mean(1))
 
 

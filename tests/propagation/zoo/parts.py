@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
     forward: Callable[..., Any]
     inputs: tuple[jax.Array, ...]
-    output: Callable[[Any], jax.Array] | None
+    output: Callable[[Any], jax.Array]
     refused: str | None
 
     def network(self):
@@ -59,16 +59,20 @@ class Case(NamedTuple):
         shapes = jax.eval_shape(module.init, jax.random.key(0), *self.inputs)
         return module.bind(jax.tree_util.tree_map_with_path(drawn, shapes))
 
-    def model(self, **options):
-        if self.output is not None:
-            options["output"] = self.output
-        return mj.Bayesian(self.network(), **options)
+    def model(self):
+        """In the default structure; weights have a tenth of their size as sd."""
+        options = {} if self.output is whole else {"output": self.output}
+        return mj.Bayesian(self.network(), relative_scale=0.1, **options)
 
 
 ZOO: dict[str, Case] = {}
 
 
-def network(*inputs, output=None, refused=None):
+def whole(output):
+    return output
+
+
+def network(*inputs, output=whole, refused=None):
     """Add the function that follows; `refused` is what the pass must say if it cannot take it."""
 
     def add(forward):

@@ -39,7 +39,9 @@ def bert(ids, mask):
     x = nn.Embed(11, D)(ids) + nn.Embed(T, D)(repeated(PLACE, len(ids)))
     x = norm(x + nn.Embed(2, D)(jnp.zeros_like(ids)))
     bias = jnp.where(mask[:, None, None, :] > 0, 0.0, jnp.finfo(jnp.float32).min)
-    x = norm(x + attention(x, bias=bias.astype(jnp.float32)))
+    q, k, v = (heads(dense(D, x)) for _ in "qkv")
+    y = nn.dot_product_attention(q, k, v, bias=bias.astype(jnp.float32))
+    x = norm(x + dense(D, y.reshape(x.shape)))
     x = norm(x + mlp(x))
     return dense(3, jnp.tanh(dense(D, x[:, 0])))
 
