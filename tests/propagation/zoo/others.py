@@ -73,11 +73,11 @@ def tab_transformer(codes, numbers):
 
 @network(real(4, 1), real(4, 3), real(4, 2))
 def decision_transformer(returns, states, actions):
-    """Returns, states and actions in turns; the action is read at the state."""
+    """Returns, states and actions in turns; the action is read at the last state."""
     x = jnp.stack([dense(D, each) for each in (returns, states, actions)], axis=2)
     x = norm((x + weight(4, D)[:, None]).reshape(-1, 12, D))
     x = block(x, mask=jnp.tril(jnp.ones((12, 12), bool)))
-    return jnp.tanh(dense(2, norm(x).reshape(-1, 4, 3, D)[:, :, 1]))
+    return jnp.tanh(dense(2, norm(x)[:, -2]))
 
 
 @network(REAL, EDGES)
