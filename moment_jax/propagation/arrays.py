@@ -276,6 +276,14 @@ def take_cov(cov: Any, places: Places) -> Any:
 
 
 # fmt: off
+ELEMENTWISE = {
+    "abs", "add", "add_any", "and", "atan", "atan2", "cbrt", "ceil", "clamp",
+    "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq", "erf", "erf_inv",
+    "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le",
+    "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow",
+    "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt",
+    "square", "stop_gradient", "sub", "tan", "tanh",
+}
 UNMOVED = {
     "convert_element_type", "copy", "copy_p", "optimization_barrier", "reduce_precision",
     "sharding_constraint", "stop_gradient",

@@ -126,11 +126,6 @@ def as_floating(value: Any) -> Array:
 
 
 Repeats = dict[Same, set[int]]  # the axes along which an array is the same
-# fmt: off
-_BY_ENTRY = {
-    "and", "or", "not", "eq", "ne", "select_n", "convert_element_type", "mul", "add", "sub",
-}
-# fmt: on
 _DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 _BELIEF = SimpleNamespace(name="belief")  # the primitive of a weight used as a random array
 _GIVEN = SimpleNamespace(name="given")  # that of an array of known moments
@@ -224,7 +219,7 @@ class Recorder:
             axes -= {place for i, place in placed if i not in known[0]}
         elif name == "transpose":
             axes = {i for i, old in enumerate(eqn.params["permutation"]) if old in known[0]}
-        elif name in _BY_ENTRY:
+        elif name in arrays.ELEMENTWISE:
             axes = axes.intersection(
                 *(k for k, x in zip(known, operands, strict=True) if np.ndim(x))
             )

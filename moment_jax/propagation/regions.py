@@ -18,18 +18,8 @@ from moment_jax.propagation.graph import Node
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import inlined
 
-# fmt: off
-ELEMENTWISE = {
-    "abs", "add", "add_any", "and", "atan", "atan2", "cbrt", "ceil", "clamp",
-    "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq", "erf", "erf_inv",
-    "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le",
-    "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pow",
-    "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt",
-    "square", "stop_gradient", "sub", "tan", "tanh",
-}
-# fmt: on
 REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax"}
-BY_ROW = ELEMENTWISE | REDUCTIONS | arrays.VIEWS
+BY_ROW = arrays.ELEMENTWISE | REDUCTIONS | arrays.VIEWS
 # What is recognised by its values may consist of the operations that it needs, and of no others: a clip
 # beyond the values that are tried would be dropped.
 LINEAR = arrays.VIEWS | {
@@ -220,7 +210,7 @@ def univariate(node: Node) -> Univariate | None:
     def expandable(n: Node) -> bool:
         same = all(x.shape == node.shape for x in n.nodes)
         total = n.op == "log" and n.nodes[0].op == "reduce_sum"  # by hand a logsumexp
-        return n.op in ELEMENTWISE and same and all_uniform(n) and not total
+        return n.op in arrays.ELEMENTWISE and same and all_uniform(n) and not total
 
     found = [x for x in sources(node, expandable) if jnp.issubdtype(x.dtype, jnp.floating)]
     if not found:
@@ -247,7 +237,7 @@ def follow(node: Node, source: Node) -> np.ndarray | None:
     """Places of `source`'s entries in an array made of it by views and elementwise functions."""
     if node is source:
         return np.arange(source.size).reshape(source.shape)
-    if node.op not in arrays.VIEWS | ELEMENTWISE:
+    if node.op not in arrays.VIEWS | arrays.ELEMENTWISE:
         return None
     for operand in node.nodes:
         places = follow(operand, source)

@@ -129,6 +129,7 @@ class Scores:
         certain = [shift for shift in self.shifts if not any(f.random for f in shift)]
         there = table >= 0
         there |= ~there.any(2, keepdims=True) & there.any(1, keepdims=True)  # rows of no weights
+        there = np.ones((1, 1, 1), bool) if there.all() else there
         if not certain and not self.choices:
             return Rows(None if there.all() else _mask(_merged(there)))
         used = [*certain, *(shift for choice in self.choices for shift in choice.other)]
