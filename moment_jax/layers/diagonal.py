@@ -10,6 +10,7 @@ from jax import Array
 from moment_jax.covariance import Diagonal
 from moment_jax.covariance.numerics import nonnegative, safe_divide
 from moment_jax.expectations import masked_softmax
+from moment_jax.expectations.activations import Formula
 from moment_jax.expectations.softmax_mean import quick_expected_softmax
 from moment_jax.layers import rules
 from moment_jax.layers.dense import dense
@@ -54,7 +55,7 @@ def norm(
 
 
 class _Rows(NamedTuple):
-    """Cov[S_ac, S_af] = own_ac [c = f] + query_a (k k^T)_cf: noise of keys, and of the query.
+    """Cov[S_ac, S_af] = own_ac [c = f] + z_ac z_af query_a (k k^T)_cf: noise of keys, and of the query.
 
     All entries of a query are taken as equally noisy, so that one matrix k k^T serves all rows.
     """
@@ -62,12 +63,22 @@ class _Rows(NamedTuple):
     own: Array  # (T, S)
     query: Array  # (T, 1)
     key: Array  # (S, K)
+    slope: Array | None = None  # z, the factor of each score
 
     def variance(self) -> Array:
-        return self.own + self.query * jnp.sum(self.key**2, axis=1)[None]
+        by_query = self.query * jnp.sum(self.key**2, axis=1)[None]
+        return self.own + (by_query if self.slope is None else self.slope**2 * by_query)
 
     def matvec(self, weights: Array) -> Array:
-        return self.own * weights + self.query * ((weights @ self.key) @ self.key.T)
+        if self.slope is None:
+            return self.own * weights + self.query * ((weights @ self.key) @ self.key.T)
+        by_query = self.query * (((self.slope * weights) @ self.key) @ self.key.T)
+        return self.own * weights + self.slope * by_query
+
+    def times(self, factor: Array) -> "_Rows":
+        """Of the scores times (T, S) factors."""
+        slope = factor if self.slope is None else factor * self.slope
+        return self._replace(own=factor**2 * self.own, slope=slope)
 
 
 def attention(
@@ -75,7 +86,7 @@ def attention(
     attending: Attending,
 ) -> tuple[Array, Diagonal, Carry]:  # fmt: skip
     """The rule of `attention` and `cross_attention`: see there."""
-    h, mask, order, turns = attending
+    h, mask, order, turns, *_ = attending
     source, source_cov = (mean, cov) if memory is None else memory
 
     def part(x: Array, cov: Diagonal, p: DenseParams, turn: Array | None) -> tuple[Array, Array]:
@@ -83,15 +94,20 @@ def attention(
         mean, variance = (rules.split_heads(part, h) for part in (y, y_cov.variances))
         return rules.rotate(mean, turn), rules.rotate(variance, None if turn is None else turn**2)
 
-    noise = None  # sum_d Cov[q_ad, k_ad] of a token with itself, (H, T)
+    linked = None  # sum_d Cov[q_ad, k_ad] of a token with itself, (H, T)
     kernels = [rules.split_heads(p.kernel.mean, h) for p in (params.query, params.key)]
     if memory is None and order == 2:
-        noise = jnp.sum(kernels[0] * kernels[1], axis=2) @ cov.variances.T
+        linked = jnp.sum(kernels[0] * kernels[1], axis=2) @ cov.variances.T
     q = part(mean, cov, params.query, turns[0])
     k = part(source, source_cov, params.key, turns[1])
-    heads = *q, *k, *part(source, source_cov, params.value, None), noise, mask
+    noise = None
+    for each in attending.noise:
+        noise = each.score_variance() if noise is None else noise + each.score_variance()
+    v = part(source, source_cov, params.value, None)
+    heads = *q, *k, *v, linked, mask, attending.scale, attending.bias, noise
+    one_head = partial(_head, order=order, cap=attending.cap)
     num_scores = h * len(mean) * len(source)
-    out, variance, own = rules.each_head(partial(_head, order=order), heads, num_scores)
+    out, variance, own = rules.each_head(one_head, heads, num_scores)
     out, out_cov = dense(
         rules.merge_heads(out), Diagonal.unchecked(rules.merge_heads(variance)), params.output
     )
@@ -111,16 +127,24 @@ def attention(
     return out, out_cov, carry
 
 
-def _head(head: Any, order: int) -> tuple[Array, Array, Array]:
+def _head(head: Any, order: int, cap: Formula | None) -> tuple[Array, Array, Array]:
     """Mean and variance (T, K) of one head's averages, and each query's weight on its own token."""
-    q, q_variance, k, k_variance, v, v_variance, noise, mask = head
+    q, q_variance, k, k_variance, v, v_variance, linked, mask, scale, bias, noise = head
     width = q.shape[1]
     scores = q @ k.T
-    if noise is not None:
-        scores = scores + diagonal_matrix(noise)
+    if linked is not None:
+        scores = scores + diagonal_matrix(linked)
     scores = materialized(scores / width**0.5)
     own = (q**2 + q_variance) @ k_variance.T / width
     rows = _Rows(own, jnp.mean(q_variance, axis=1, keepdims=True) / width, k)
+    rows = rows if scale is None else rows.times(scale)
+    rows = rows if noise is None else rows._replace(own=rows.own + noise)
+    scores = rules.scaled(scores, scale, bias)
+    if cap is not None:
+        capped = cap(scores, rows.variance())
+        scores, rows = capped.mean, rows.times(capped.gain)
+        rest = nonnegative(capped.variance - rows.variance())
+        rows = rows._replace(own=rows.own + rest)
     own = rows.variance()
     plain = order == 1
     weights = masked_softmax(scores, mask) if plain else quick_expected_softmax(scores, rows, mask)

@@ -18,7 +18,7 @@ from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers import rules
 from moment_jax.layers.dense import dense
 from moment_jax.layers.params import AttentionParams, DenseParams
-from moment_jax.layers.rules import Attending, Carry
+from moment_jax.layers.rules import Attending, Carry, ScoreNoise
 from moment_jax.xla import materialized
 
 
@@ -53,7 +53,7 @@ def attention(
     attending: Attending,
 ) -> tuple[Array, Full, Carry]:  # fmt: skip
     """The rule of `attention` and `cross_attention`: see there."""
-    h, mask, order, turns = attending
+    h, mask, order, turns, scale, bias, noise, cap = attending
     own = memory is None
     source, source_cov = (mean, cov) if memory is None else memory
     inputs = (mean, cov, turns[0]), (source, source_cov, turns[1]), (source, source_cov, None)
@@ -78,6 +78,17 @@ def attention(
     if order == 2 and qk is not None:
         scores = scores + jnp.einsum("hadhcd->hac", qk)
     scores, of_scores = materialized(scores / root), _score_cov(q, k, qq, kk, qk)
+    scores, bent = rules.scaled(scores, scale, bias), scale
+    if scale is not None:
+        of_scores = scale[..., None, None, None] * of_scores * scale[None, None, None]
+    for each in noise:
+        of_scores = of_scores + _noise_cov(each)
+    if cap is not None:
+        flat = Full.unchecked(of_scores.reshape(2 * (h * len(mean), len(source))))
+        capped = cap(scores, flat.variance().reshape(scores.shape))
+        flat = flat.elementwise(jax.tree.map(lambda x: x.reshape(flat.shape), capped))
+        of_scores = flat.cov.reshape(of_scores.shape)
+        scores, bent = capped.mean, capped.gain if bent is None else capped.gain * bent
     if order == 1:
         weights = masked_softmax(scores, mask)
     else:
@@ -92,7 +103,10 @@ def attention(
     with_value = jnp.einsum("had,hcdgfe->hacgfe", q, kv)  # Cov[S_hac, v_gfe]
     if qv is not None:
         with_value = with_value + jnp.einsum("hcd,hadgfe->hacgfe", k, qv)
-    with_value = _through_softmax(weights, with_value / root)
+    with_value = with_value / root
+    if bent is not None:
+        with_value = bent[..., None, None, None] * with_value
+    with_value = _through_softmax(weights, with_value)
     of_weights = _transpose(
         _through_softmax(weights, _transpose(_through_softmax(weights, of_scores)))
     )
@@ -126,7 +140,7 @@ def attention(
             dk = rules.rotate(rules.split_heads(by_source @ params.key.kernel.mean, h), turns[1])
             slope = slope + jnp.einsum("had,hcd->hac", q, dk)
             straight = weights @ rules.split_heads(by_source @ params.value.kernel.mean, h)
-        slope = slope / root
+        slope = slope / root if bent is None else bent * slope / root
         slope = weights * (slope - jnp.sum(weights * slope, axis=2, keepdims=True))
         return rules.merge_heads(straight + gain * (slope @ v)) @ params.output.kernel.mean
 
@@ -149,6 +163,14 @@ def _score_cov(q: Array, k: Array, qq: Array, kk: Array, qk: Array | None) -> Ar
         half = jnp.einsum("had,gfe,gbehcd->hacgbf", q, k, qk)
         result = result + half + _transpose(half)
     return result / q.shape[2]
+
+
+def _noise_cov(noise: ScoreNoise) -> Array:
+    """Covariance of a random bias, (H, T, S, H, T, S)."""
+    same = noise.places[..., None, None, None] == noise.places[None, None, None]
+    factor = jnp.broadcast_to(noise.factor, noise.places.shape)
+    spread = factor * noise.variance[noise.places]
+    return jnp.where(same, spread[..., None, None, None] * factor[None, None, None], 0)
 
 
 class _Contrasts(NamedTuple):

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from moment_jax.covariance import Covariance, Full
 from moment_jax.covariance.numerics import nonnegative, safe_divide
+from moment_jax.expectations.activations import Formula
 
 Carry = Callable[..., Any]
 """(Cov[u, input]) -> Cov[u, output]; attention to a memory also takes Cov[u, memory]; None is zero."""
@@ -24,14 +26,60 @@ Carry = Callable[..., Any]
 _MANY_SCORES = 2**21  # heads with more scores than this in total run one at a time
 
 
+class ScoreNoise(NamedTuple):
+    """The random part of a bias of scores: factor * w[places], w of independent entries.
+
+    Independent of all else. Examples: T5's table of relative positions; ALiBi's slopes, whose factor is
+    minus the distance; a head's temperature, whose factor is the mean of the scores.
+    """
+
+    variance: Array  # of w, (N,)
+    places: np.ndarray | Array  # (H, T, S) integers, known while tracing
+    factor: Array  # (H, T, S); T and S may be 1
+
+    def score_variance(self) -> Array:
+        """Of each score, (H, T, S)."""
+        return self.factor**2 * self.variance[self.places]
+
+    def by_head(self) -> ScoreNoise:
+        """All fields with a leading axis H, variance (H, N), and places in each head's own entries.
+
+        Entries that heads share become independent.
+        """
+        own = [np.unique(places, return_inverse=True) for places in np.asarray(self.places)]
+        count = max(len(entries) for entries, _ in own)
+        entries = [np.pad(each, (0, count - len(each)), mode="edge") for each, _ in own]
+        places = np.stack([place for _, place in own]).reshape(self.places.shape)
+        return ScoreNoise(self.variance[np.stack(entries)], jnp.asarray(places), self.factor)
+
+    def sums(self, terms: Array) -> Array:
+        """Of one head: terms (T, S, ...) times the factor, summed for each entry, (T, N, ...)."""
+        factor = self.factor.reshape(*self.factor.shape, *[1] * (terms.ndim - 2))
+        num = len(self.variance)
+        return jax.vmap(lambda x, at: jax.ops.segment_sum(x, at, num))(factor * terms, self.places)
+
+    def matvec(self, vectors: Array) -> Array:
+        """Of one head: each row's covariance times a vector, (T, S)."""
+        sums = self.variance[None, :] * self.sums(vectors)
+        return self.factor * jnp.take_along_axis(sums, self.places, axis=1)
+
+
 class Attending(NamedTuple):
-    """Settings of attention."""
+    """Settings of attention: softmax(mask(cap(scale * q k^T / sqrt(K) + bias + noise))) v.
+
+    Scale, bias and factors of noise have the shape (H, T, S), where T and S may be 1.
+    """
 
     num_heads: int
     mask: Array | None  # (H, T, S) boolean, True where a query may look
     order: int
     turns: tuple[Array | None, Array | None] = (None, None)
     """Rotary positions: (T, K, K) matrices that multiply each query, and each key."""
+    scale: Array | None = None
+    bias: Array | None = None
+    noise: tuple[ScoreNoise, ...] = ()
+    cap: Formula | None = None
+    """The moments of a function of one score, exact where nothing is random."""
 
 
 class Rules(NamedTuple):
@@ -85,6 +133,12 @@ def merge_heads(array: Array) -> Array:
 def rotate(heads: Array, turn: Array | None) -> Array:
     """All heads' queries or keys, (H, T, K), each token multiplied by its (K, K) matrix."""
     return heads if turn is None else jnp.einsum("htj,tjk->htk", heads, turn)
+
+
+def scaled(scores: Array, scale: Array | None, bias: Array | None) -> Array:
+    """The mean scores q k^T / sqrt(K) with their scale and their bias."""
+    scores = scores if scale is None else scale * scores
+    return scores if bias is None else scores + bias
 
 
 def kept_jacobian(found: Array, second: Array, averaged: Array) -> tuple[Array, Array]:

@@ -29,10 +29,11 @@ from moment_jax.covariance import token_gram as tg
 from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt, weighted_sum
 from moment_jax.covariance.separable import Separable, SeparableCross, agreeing
 from moment_jax.expectations import expected_softmax, masked_softmax
+from moment_jax.expectations.activations import Formula
 from moment_jax.expectations.softmax_mean import quick_expected_softmax
 from moment_jax.layers import rules
 from moment_jax.layers.params import AttentionParams, DenseParams, bias_cov, with_bias
-from moment_jax.layers.rules import Attending, Carry
+from moment_jax.layers.rules import Attending, Carry, ScoreNoise
 from moment_jax.xla import diagonal_matrix, diagonal_of, materialized
 
 
@@ -75,6 +76,9 @@ class _Head(NamedTuple):
     drawn: Array  # C kernel of the values, (D, K)
     linked: Array  # sum_k Cov[q_ak, k_ck] of a unit of x's token pattern, ()
     mask: Array | None
+    scale: Array | None  # of the scores, (T, S); each axis may be 1
+    bias: Array | None
+    noise: tuple[ScoreNoise, ...]
 
 
 class _Output(NamedTuple):
@@ -100,7 +104,7 @@ def attention(
     # At landmarks what cancels is approximated, and bfloat16 would not cancel.
     exact = any(isinstance(c.tokens, tg.TokenGram) for c in (cov, source_cov))
     with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
-        one_head = partial(_one_head, sequence=sequence, order=order)
+        one_head = partial(_one_head, sequence=sequence, order=order, cap=attending.cap)
         out = rules.each_head(one_head, head, h * len(mean) * len(source))
 
     # G: each head's own, the output kernel's noise, and what pairs of heads share. All heads average the
@@ -178,7 +182,7 @@ def _heads(
     sequence: _Sequence, drawn: Array, common: Array,
 ) -> _Head:  # fmt: skip
     """The projections of all heads, and the matrices in which they meet."""
-    h, mask, _, turns = attending
+    h, mask, _, turns, scale, bias, noise, _ = attending
     source, source_cov = (mean, cov) if memory is None else memory
     C, output = source_cov.features, params.output.kernel
     keys = diagonal_of(C)
@@ -194,7 +198,8 @@ def _heads(
     metric = kernels @ jnp.swapaxes(kernels, 1, 2) + _blocks(output.input_metric(), h)
     linked = queries @ jnp.sum(query.kernel * key.kernel, axis=2).T
     drawn = rules.split_heads(drawn, h)
-    return _Head(query, key, value, differences, metric, drawn, linked, mask)
+    noise = tuple(each.by_head() for each in noise)
+    return _Head(query, key, value, differences, metric, drawn, linked, mask, scale, bias, noise)
 
 
 def _projection(
@@ -249,19 +254,27 @@ def _through_values(
 # -- one head, in the letters of the formulas above ------------------------------------------------
 
 
-def _one_head(head: _Head, sequence: _Sequence, order: int) -> _Output:
+def _one_head(head: _Head, sequence: _Sequence, order: int, cap: Formula | None) -> _Output:
     """One head: its averages of the values, and what its noise adds to G and to C."""
     q, k, value, M = head.query, head.key, head.value, head.metric
     p, root = sequence.pool, q.mean.shape[1] ** 0.5
-    A, keys = _scores(head, sequence)
-    B, count = tg.factored(keys), tg.count_of(A)
     S = q.mean @ k.mean.T
     if order == 2 and sequence.own is not None:
         S = S + sequence.own * head.linked
-    S = materialized(S / root)
-    exact = order == 1
-    W = masked_softmax(S, head.mask) if exact else _expected_softmax(S, A, keys, B, head.mask)
+    S = rules.scaled(materialized(S / root), head.scale, head.bias)
+    slope, noises = head.scale, head.noise
+    if cap is not None:
+        capped = cap(S, _score_variance(head, sequence))
+        S, slope = capped.mean, capped.gain if slope is None else capped.gain * slope
+        noises = tuple(each._replace(factor=capped.gain * each.factor) for each in noises)
+    A, keys = _scores(head, sequence, slope is None or slope.shape[1] == 1)
+    B, count = tg.factored(keys), tg.count_of(A)
+    if order == 1:
+        W = masked_softmax(S, head.mask)
+    else:
+        W = _expected_softmax(S, A, keys, B, slope, noises, head.mask)
     W = materialized(W)
+    Z = W if slope is None else slope * W  # moves with the scores
     w = weighted_sum(p, W)
     centre = _average(w, value.mean)[None]  # nothing large cancels below
     v = value.mean - centre
@@ -272,11 +285,20 @@ def _one_head(head: _Head, sequence: _Sequence, order: int) -> _Output:
     N, vM = tg.factored(noise), v @ M
     N_, B_ = tg.whole(N), tg.whole(B)  # in full, for products entry by entry
     V = vM @ v.T + N_
-    WN, WB = W @ N, W @ B
-    WNW, WBW = tg.product(WN, W, count), tg.product(WB, W, count)
+    WN, ZB = W @ N, Z @ B
+    WNW, ZBZ = tg.product(WN, W, count), tg.product(ZB, Z, count)
     aa = tg.gram(a, M, count) + WNW
-    X = (a @ vM.T + WN) * WB
-    G = A * tg.contract(W, B_ * V, 2 * X, aa * WBW, p > 0)
+    X = (a @ vM.T + WN) * ZB
+    G = A * tg.contract(Z, B_ * V, 2 * X, aa * ZBZ, p > 0)
+    moved = [_by_noise(each, W, v, a) for each in noises]  # (T, N, K)
+    if noises:
+        more = safe_divide(
+            rules.left_within(W @ tg.diagonal_of(V), tg.diagonal_of(aa)),
+            rules.left_within(W @ jnp.sum(vM * v, axis=1), jnp.sum((a @ M) * a, axis=1)),
+        )  # the values' noise with that of the scores
+        moved = [safe_sqrt(more)[:, None, None] * each for each in moved]
+        for each in moved:
+            G = G + tg.product((each @ M).reshape(len(a), -1), each.reshape(len(a), -1), count)
     g = jnp.ones_like(p)
     if order == 2:  # law of total variance
         found = nonnegative(tg.diagonal_of(G))
@@ -284,12 +306,14 @@ def _one_head(head: _Head, sequence: _Sequence, order: int) -> _Output:
         G = tg.bound(g[:, None] * G * g[None, :], g * safe_sqrt(found))
 
     Q = (p * g)[:, None] * A * (p * g)[None, :]
-    QW, WQW = tg.congruence(tg.factored(Q), W)
-    BQ, QB, QWB = B_ * WQW, QW * WB, Q * WBW
+    QZ, ZQZ = tg.congruence(tg.factored(Q), Z)
+    BQ, QB, QZB = B_ * ZQZ, QZ * ZB, Q * ZBZ
     half = v.T @ (0.5 * (BQ @ v) - QB.T @ a)  # Y = a^T QB v
-    C = half + half.T + a.T @ tg.factored(QWB) @ a
+    C = half + half.T + a.T @ tg.factored(QZB) @ a
+    for each in moved:
+        C = C + numerics.gram(jnp.tensordot(p * g, each, 1).T)
     # The same of the noise, tr M C.
-    n = jnp.sum(BQ * N_) - 2 * jnp.sum(QB * WN) + tg.total(QWB * WNW)
+    n = jnp.sum(BQ * N_) - 2 * jnp.sum(QB * WN) + tg.total(QZB * WNW)
     if order == 2:  # no more than the values' variance under the weights, in every token at once
         most = p @ safe_sqrt(rules.left_within(W @ v**2, a**2))
         C = jnp.clip(C, -most[:, None] * most[None, :], most[:, None] * most[None, :])
@@ -299,26 +323,59 @@ def _one_head(head: _Head, sequence: _Sequence, order: int) -> _Output:
 
     mean = a + centre * jnp.sum(W, axis=1, keepdims=True)
     if order == 2:
-        mean = mean + _shared(head, sequence, W, g / root)
+        mean = mean + _shared(head, sequence, W, Z, g / root)
     return _Output(mean, W, w, G + WNW, C)
 
 
-def _scores(head: _Head, sequence: _Sequence) -> tuple[tg.Tokens, tg.Tokens]:
-    """A (T, T) and B (S, S) of Cov[s_ac, s_bf] = A_ab B_cf, without what all keys of a row share.
+def _by_noise(noise: ScoreNoise, W: Array, v: Array, a: Array) -> Array:
+    """How the averages a = W v move with each standardised entry of a random bias, (T, N, K)."""
+    moved = noise.sums(W[:, :, None] * v[None]) - noise.sums(W)[:, :, None] * a[:, None]
+    return safe_sqrt(noise.variance)[None, :, None] * moved
 
-    Softmax sees differences of keys alone, so B becomes minus half the variance of each difference. Both
-    sides are averaged over tokens: A by an average pair of keys, B by an average query.
+
+def _score_variance(head: _Head, sequence: _Sequence) -> Array:
+    """Variance of each score with its scale and random bias, (T, S)."""
+    q, k = head.query, head.key
+    x, source = tg.diagonal_of(sequence.x), tg.diagonal_of(sequence.source)
+    patterns = x, tg.diagonal_of(sequence.of_query), jnp.ones_like(x)
+    of_query = [*zip((q.by_input, q.by_kernel, q.by_bias), patterns, strict=True)]
+    patterns = source, tg.diagonal_of(sequence.of_key), jnp.ones_like(source)
+    of_key = [*zip((k.by_input, k.by_kernel, k.by_bias), patterns, strict=True)]
+    result = jnp.zeros((len(x), len(source)), x.dtype)
+    for by, pattern in of_key:
+        moment = jnp.sum((q.mean @ by) * q.mean, axis=1)
+        moment = moment + sum(jnp.sum(by * other) * own for other, own in of_query)
+        result = result + moment[:, None] * pattern[None]
+    for by, pattern in of_query:
+        result = result + pattern[:, None] * jnp.sum((k.mean @ by) * k.mean, axis=1)[None]
+    result = result / q.mean.shape[1]
+    result = result if head.scale is None else head.scale**2 * result
+    for each in head.noise:
+        result = result + each.score_variance()
+    return result
+
+
+def _scores(head: _Head, sequence: _Sequence, contrasts: bool) -> tuple[tg.Tokens, tg.Tokens]:
+    """A (T, T) and B (S, S) of Cov[s_ac, s_bf] = A_ab B_cf, or the same of contrasts.
+
+    Softmax sees differences of keys alone, so B becomes minus half the variance of each difference, but
+    where a slope of each score tells them apart. Both sides are averaged over tokens: A by an average
+    pair of keys, B by an average query.
     """
     q, k, width = head.query, head.key, head.query.mean.shape[1]
     at, by = sequence.query_weights, sequence.key_weights
     count, counted = jnp.sum(at), jnp.sum(by)
     of_query = at @ tg.diagonal_of(sequence.x)
     of_key = by @ tg.diagonal_of(sequence.source)
-    of_key = of_key - safe_divide(by @ sequence.factored @ by, counted)
-    noise = k.by_input * of_key + head.differences
+    if contrasts:
+        of_key = of_key - safe_divide(by @ sequence.factored @ by, counted)
+        noise = k.by_input * of_key + head.differences
+    else:
+        noise = k.by_input * of_key + k.by_kernel + counted * k.by_bias
     by_query = safe_divide(q.by_input * of_query + q.by_kernel + count * q.by_bias, count)
     qq = safe_divide((q.mean.T * at[None, :]) @ q.mean, count) + by_query  # E[q q^T]
-    centred = safe_sqrt(by)[:, None] * (k.mean - _average(by, k.mean)[None])
+    centre = _average(by, k.mean)[None] if contrasts else 0
+    centred = safe_sqrt(by)[:, None] * (k.mean - centre)
     kk = centred.T @ centred
     size = jnp.sum(noise * qq) + jnp.sum(kk * by_query)
     differences = kk + noise
@@ -326,49 +383,68 @@ def _scores(head: _Head, sequence: _Sequence) -> tuple[tg.Tokens, tg.Tokens]:
     A = A + tg.gram(q.mean, noise, tg.count_of(A))
     B = k.gram(qq, sequence.source, sequence.of_key)  # all keys share the bias
     B = B + tg.gram(k.mean, by_query, tg.count_of(B))
-    B = tg.contrasts(tg.seen_only(B, sequence.seen), sequence.seen)
+    if contrasts:
+        B = tg.contrasts(tg.seen_only(B, sequence.seen), sequence.seen)
+    else:
+        B = B + jnp.sum(k.by_bias * qq)
     return tg.divide(A, size * width), tg.seen_only(B, sequence.seen)
 
 
 class _Rows(NamedTuple):
-    """Covariance A_aa B of the scores of each query a: a `ScoreCovariance`."""
+    """Covariance z_c A_aa B_cf z_f of the scores of each query a, a `ScoreCovariance`, and biases'."""
 
     own: Array  # diag(A), (T, 1)
     spread: Array  # diag(B), or zero
     keys: Any  # B, (S, S), in the form in which it multiplies
+    slope: Array | None  # z, (T, S), where either may be 1, or None for 1
+    noise: tuple[ScoreNoise, ...] = ()
 
     def variance(self) -> Array:
-        return self.spread if self.spread.ndim == 0 else self.own * self.spread[None, :]
+        spread = self.spread
+        result = spread if spread.ndim == 0 else self.times(self.times(self.own * spread[None, :]))
+        return sum((each.score_variance() for each in self.noise), start=result)
 
     def matvec(self, vectors: Array) -> Array:
-        return self.own * (vectors @ self.keys)
+        result = self.times(self.own * (self.times(vectors) @ self.keys))
+        return sum((each.matvec(vectors) for each in self.noise), start=result)
 
     def square_matvec(self, vectors: Array, unit: Array) -> Array:
-        return (self.own / unit) ** 2 * (vectors @ self.keys**2)
+        result = (self.own / unit) ** 2 * (self.times(self.times(vectors)) @ self.keys**2)
+        return self.times(self.times(result))
+
+    def times(self, array: Array) -> Array:
+        return array if self.slope is None else self.slope * array
 
 
 def _expected_softmax(
-    S: Array, A: tg.Tokens, keys: tg.Tokens, B: Array | tg.Factored, mask: Array | None
-) -> Array:
-    """E[softmax]; where B is known at landmarks, with two products and none with its squares."""
+    S: Array, A: tg.Tokens, keys: tg.Tokens, B: Array | tg.Factored, slope: Array | None,
+    noise: tuple[ScoreNoise, ...], mask: Array | None,
+) -> Array:  # fmt: skip
+    """E[softmax]; with B at landmarks or a random bias, with two products and none with its squares."""
     own = tg.diagonal_of(A)[:, None]
     if isinstance(keys, tg.TokenGram):
-        return quick_expected_softmax(S, _Rows(own, keys.diagonal, B), mask)
-    return expected_softmax(S, _Rows(own, jnp.zeros((), own.dtype), keys), mask)
+        return quick_expected_softmax(S, _Rows(own, keys.diagonal, B, slope, noise), mask)
+    if noise:
+        return quick_expected_softmax(S, _Rows(own, diagonal_of(keys), B, slope, noise), mask)
+    zero = jnp.zeros((), own.dtype)
+    spread = zero if slope is None or slope.shape[1] == 1 else diagonal_of(keys)
+    return expected_softmax(S, _Rows(own, spread, keys, slope), mask)
 
 
-def _shared(head: _Head, sequence: _Sequence, W: Array, gain: Array) -> Array:
+def _shared(head: _Head, sequence: _Sequence, W: Array, Z: Array, gain: Array) -> Array:
     """sum_c Cov[W_ac, v_cd], (T, K): weights and values share the random input.
 
     By Stein's lemma Cov[W_ac, v_cd] = sum_f E[dW_ac/dS_af] Cov[S_af, v_cd], with Cov[S_af, v_cd] =
-    (P_fc (q_a C_kv)_d + P_ac (k_f C_qv)_d) / sqrt(K); `gain` holds that root.
+    (P_fc (q_a C_kv)_d + P_ac (k_f C_qv)_d) / sqrt(K); `gain` holds that root, and Z = W times the slope
+    of each score.
     """
     q, k, P = head.query, head.key, sequence.own
     free = tg.variance_within(W, tg.diagonal_of(sequence.source), sequence.factored)
+    if Z is not W:  # the average slope of a row
+        free = free * jnp.sum(Z, axis=1, keepdims=True)
     by_key = free * (q.mean @ (k.kernel.T @ head.drawn))
     if P is None:  # queries do not share x
         return gain[:, None] * by_key
-    WP = W * P
-    total = jnp.sum(WP, axis=1, keepdims=True)
-    by_query = (WP @ k.mean - total * (W @ k.mean)) @ (q.kernel.T @ head.drawn)
+    total = jnp.sum(W * P, axis=1, keepdims=True)
+    by_query = ((Z * P) @ k.mean - total * (Z @ k.mean)) @ (q.kernel.T @ head.drawn)
     return gain[:, None] * (by_key + by_query)

@@ -16,7 +16,7 @@ from moment_jax.expectations.activations import Formula
 from moment_jax.layers import params as checks
 from moment_jax.layers.dense import Activation, dense
 from moment_jax.layers.params import AttentionParams, FeedForwardParams, NormParams, S, with_bias
-from moment_jax.layers.rules import Attending, Carry, rules_of
+from moment_jax.layers.rules import Attending, Carry, ScoreNoise, rules_of
 from moment_jax.posterior import Point
 from moment_jax.xla import materialized_inputs
 
@@ -91,9 +91,9 @@ def norm_with_carry(
 @materialized_inputs
 def attention(
     mean: Array, cov: S, params: AttentionParams, *, num_heads: int, mask: Array | None = None,
-    order: int = 2,
+    bias: Array | None = None, order: int = 2,
 ) -> tuple[Array, S]:  # fmt: skip
-    """Moments of multi-head self-attention, softmax(q k^T / sqrt(K)) v and the output projection.
+    """Moments of multi-head self-attention, softmax(q k^T / sqrt(K) + bias) v and the output projection.
 
     Scores are correlated across queries as well as keys, because all tokens share the weight noise. Each
     structure keeps what it can of that, and of the input x that queries, keys and values share: `Full`
@@ -108,6 +108,9 @@ def attention(
       num_heads: H, a divisor of their width.
       mask: (T, T), (1, T) for all queries, or (H, T, T) boolean, True where a query (row) may look at a
         key (column). Masked keys get a weight of exactly zero, a query with no key left a zero output.
+      bias: certain, (T, T), or (H, T, T) for each head, added to the scores: positions as in ALiBi or
+        T5, a soft mask. Where it is -inf the key is masked. To hide padding use `mask`: the averages
+        that `Separable` takes over tokens leave out what is masked, not what has a low bias.
       order: 1 (Taylor at the mean, as derived) or 2.
 
     With a mask, the feature Gram matrix of `Separable` is from here on that of the tokens which no query
@@ -115,13 +118,14 @@ def attention(
 
     Source: Transformer derivation, sections 4.2 to 4.4.
     """
-    return attention_with_carry(mean, cov.seen_by(mask), params, num_heads, mask, order)[:2]
+    cov = cov.seen_by(mask)
+    return attention_with_carry(mean, cov, params, num_heads, mask, order, bias=bias)[:2]
 
 
 @materialized_inputs
 def cross_attention(
     mean: Array, cov: S, memory_mean: Array, memory_cov: S, params: AttentionParams, *,
-    num_heads: int, mask: Array | None = None, order: int = 2,
+    num_heads: int, mask: Array | None = None, bias: Array | None = None, order: int = 2,
 ) -> tuple[Array, S]:  # fmt: skip
     """Moments of multi-head attention of a random sequence x to a random memory.
 
@@ -137,21 +141,25 @@ def cross_attention(
       params: beliefs about the kernels (D, H K) of query, (E, H K) of key and value, (H K, D) of the
         output.
       mask: (T, S), (1, S) or (H, T, S) boolean, True where a query may look.
+      bias: (T, S) or (H, T, S).
 
     Source: Transformer derivation, sections 1.1 and 4.2 to 4.4.
     """
     memory = memory_mean, memory_cov.seen_by(mask, memory=True)
-    return attention_with_carry(mean, cov, params, num_heads, mask, order, memory=memory)[:2]
+    return attention_with_carry(
+        mean, cov, params, num_heads, mask, order, memory=memory, bias=bias
+    )[:2]
 
 
 def attention_with_carry(
     mean: Array, cov: S, params: AttentionParams, num_heads: int, mask: Array | None, order: int, *,
     memory: tuple[Array, Covariance] | None = None,
-    turns: tuple[Array | None, Array | None] = (None, None),
+    turns: tuple[Array | None, Array | None] = (None, None), scale: Array | None = None,
+    bias: Array | None = None, noise: tuple[ScoreNoise, ...] = (), cap: Formula | None = None,
 ) -> tuple[Array, S, Carry]:  # fmt: skip
     """`attention`, or `cross_attention` with a memory, and how it carries covariances.
 
-    `turns` multiplies each token's queries and keys by a matrix (T, K, K): rotary positions.
+    The rest is what `Attending` says; scale, bias and factors of noise are broadcast to (H, T, S).
     """
     name = "attention" if memory is None else "cross_attention"
     checks.check_moments(name, mean, cov)
@@ -183,8 +191,38 @@ def attention_with_carry(
     if mask is not None:
         source_cov.check_mask(name, mask)
         mask = jnp.broadcast_to(mask, whole)
-    attending = Attending(num_heads, mask, order, turns)
+    scale, bias = _of_scores(name, "scale", scale, whole), _of_scores(name, "bias", bias, whole)
+    if bias is not None and cap is None:  # a key of -inf is masked: its derivative would be NaN
+        keep = bias > -jnp.inf
+        mask, bias = keep if mask is None else mask & keep, jnp.where(keep, bias, 0)
+        mask = jnp.broadcast_to(mask, whole)
+    for each in noise:
+        if each.places.shape != whole:
+            raise ValueError(
+                f"`{name}` needs places (heads, queries, keys) == {whole} of a random bias. Got "
+                f"{each.places.shape}. Use np.broadcast_to(places, {whole})."
+            )
+    factors: Any = [_of_scores(name, "noise", each.factor, whole) for each in noise]
+    noise = tuple(each._replace(factor=f) for each, f in zip(noise, factors, strict=True))
+    attending = Attending(num_heads, mask, order, turns, scale, bias, noise, cap)
     return rules_of(type(cov)).attention(mean, cov, memory, params, attending)
+
+
+def _of_scores(name: str, what: str, array: Array | None, whole: tuple[int, ...]) -> Array | None:
+    """An array for all scores as (H, T, S), where T and S may be 1."""
+    if array is None:
+        return None
+    checks.check_array(f"{name}(..., {what}=)", array)
+    h, t, s = whole
+    shape = (1,) * (3 - array.ndim) + array.shape
+    fits = all(n in (1, m) for n, m in zip(shape, whole, strict=False))
+    if array.ndim not in (0, 2, 3) or not fits:
+        raise ValueError(
+            f"`{name}` needs a {what} of shape {(t, s)}, (queries, keys), or {whole}, with heads first. "
+            f"Got {checks.described(array)}. Use jnp.broadcast_to({what}, {whole}), or jax.vmap for a "
+            "batch."
+        )
+    return jnp.broadcast_to(array.reshape(shape), (h, *shape[1:]))
 
 
 @materialized_inputs
