@@ -216,7 +216,7 @@ def _projection(
         by_mean = jax.vmap(lambda each: numerics.gram(each.T, features))(kernels)
     by_input = numerics.kernel_noise(layer.kernel, features, jnp.zeros_like(mean[:1]))
     return Projection(
-        rules.rotate(rules.split_heads(layer.mean_output(mean), h), turn),
+        rules.split_heads(layer.mean_output(mean), h, turn),
         kernels,
         by_mean + _blocks(by_input, h),
         _blocks(numerics.kernel_noise(layer.kernel, None, safe_sqrt(weights)[:, None] * mean), h),
@@ -445,6 +445,7 @@ def _shared(head: _Head, sequence: _Sequence, W: Array, Z: Array, gain: Array) -
     by_key = free * (q.mean @ (k.kernel.T @ head.drawn))
     if P is None:  # queries do not share x
         return gain[:, None] * by_key
-    total = jnp.sum(W * P, axis=1, keepdims=True)
-    by_query = ((Z * P) @ k.mean - total * (Z @ k.mean)) @ (q.kernel.T @ head.drawn)
+    WP = W * P
+    ZP, total = WP if Z is W else Z * P, jnp.sum(WP, axis=1, keepdims=True)
+    by_query = (ZP @ k.mean - total * (Z @ k.mean)) @ (q.kernel.T @ head.drawn)
     return gain[:, None] * (by_key + by_query)
