@@ -98,8 +98,8 @@ def attention(
     half = jnp.einsum("hcd,gbf,hacgfe->hadgbe", v, W, X)
     C = by_scores + by_values + jnp.einsum("hacgfe,gbfhcd->hadgbe", X, X) + half + _transpose(half)
     size = len(mean), of_value.kernel.shape[1]
-    C = Full.unchecked(C.transpose(1, 0, 2, 4, 3, 5).reshape(2 * size))
-    out, out_cov = dense(rules.merge_heads(a), C, params.output)
+    C = C.transpose(1, 0, 2, 4, 3, 5).reshape(2 * size)
+    out, out_cov = dense(rules.merge_heads(a), Full.unchecked(C), params.output)
 
     def linearised(by_query: Array | None, by_source: Array | None) -> Array:
         """The change (T, D) of the output for changes of the input (T, D), and of the memory (S, D)."""
