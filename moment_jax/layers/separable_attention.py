@@ -11,7 +11,10 @@ a = W v, and V = E[v v^T] over tokens under the metric M of the output, the head
 
 where N is the noise of the values in V = v M v^T + N, Q = p p^T * A the pairs of queries in the pooled
 sum, * the product of entries, and E[a a^T] = a M a^T + W N W^T. Softmax keeps a part of its Jacobian: A
-is scaled by that, g_a g_b.
+is scaled by that, g_a g_b, and by the slopes z_a z_b of scale and cap.
+
+Entry n of a random bias, of variance u_n, moves averages by U_an = sum_c W_ac f_ac (v_c - a_a), over the
+keys c whose scores have it, and adds sum_n u_n U_an M U_bn^T to G and u_n (p^T U_n)^T (p^T U_n) to C.
 """
 
 from __future__ import annotations
