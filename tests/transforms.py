@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 import moment_jax as mj
+from moment_jax import expectations
+from moment_jax.layers.rules import ScoreNoise
+from moment_jax.layers.sublayers import attention_with_carry
 
 
 class Given(NamedTuple):
@@ -26,6 +30,23 @@ def _softmax(mean, cov, given):
     return mj.softmax(mean, cov, mask=mask, order=given.order)
 
 
+def _bent_scores(mean, cov, given):
+    """Attention with a scale, a bias, a random table and a cap of its scores."""
+    t, dtype = len(mean), mean.dtype
+    distance = np.broadcast_to(np.arange(t)[:, None] - np.arange(t), (2, t, t))
+    entries = ScoreNoise(jnp.full(2 * t, 0.1, dtype), distance + t - 1, jnp.ones((1, 1, 1), dtype))
+    mean, cov, _ = attention_with_carry(
+        mean, cov.seen_by(given.mask), given.block.attention, 2, given.mask, given.order,
+        scale=jnp.asarray(1.0 + 0.1 * distance, dtype), bias=jnp.asarray(-0.3 * np.abs(distance), dtype),
+        noise=(entries,), cap=expectations.of(_cap),
+    )  # fmt: skip
+    return mean, cov
+
+
+def _cap(score):
+    return 2 * jnp.tanh(score / 2)
+
+
 LAYERS = {
     "dense": lambda m, c, given: mj.dense(m, c, given.block.feed_forward.hidden),
     "matmul": lambda m, c, given: mj.matmul(m, c, *given.other),
@@ -41,6 +62,7 @@ LAYERS = {
     "attention": lambda m, c, given: mj.attention(
         m, c, given.block.attention, num_heads=2, order=given.order, mask=given.mask
     ),
+    "attention, bent": _bent_scores,
     "cross_attention": lambda m, c, given: mj.cross_attention(
         m,
         c,

@@ -37,13 +37,10 @@ def norm(
     normal = mean * inverse
     linked = variance * normal
     pulled = linked - average(linked) if centres else linked
-    along = average(normal * linked)
     out = normal
     if order == 2:
-        # E[c / sqrt(Q)] for Q = |c|^2 / D + epsilon, to second order about q = E[Q].
-        small = inverse**2 / d
         squares = (d - 2 * centres) * average(variance**2) + centres * noise**2
-        out = normal * (1 + 0.75 * small * (squares * small + 2 * along)) - pulled * small
+        out = rules.normalized_mean(normal, inverse, pulled, average(normal * linked), squares)
     # The diagonal of J diag(v) J^T, J = (P - n n^T / D) / sqrt(q): a sum of squares, up to rounding.
     kept = (1 - 2 * (centres + normal**2) / d) * variance
     gained = normal**2 * average(normal * linked)
@@ -91,8 +88,8 @@ def attention(
 
     def part(x: Array, cov: Diagonal, p: DenseParams, turn: Array | None) -> tuple[Array, Array]:
         y, y_cov = dense(x, cov, p)
-        mean, variance = (rules.split_heads(part, h) for part in (y, y_cov.variances))
-        return rules.rotate(mean, turn), rules.rotate(variance, None if turn is None else turn**2)
+        squared = None if turn is None else turn**2
+        return rules.split_heads(y, h, turn), rules.split_heads(y_cov.variances, h, squared)
 
     linked = None  # sum_d Cov[q_ad, k_ad] of a token with itself, (H, T)
     kernels = [rules.split_heads(p.kernel.mean, h) for p in (params.query, params.key)]

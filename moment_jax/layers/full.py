@@ -17,8 +17,8 @@ from moment_jax.covariance.numerics import nonnegative
 from moment_jax.expectations import expected_softmax, masked_softmax
 from moment_jax.layers import rules
 from moment_jax.layers.dense import dense
-from moment_jax.layers.params import AttentionParams, DenseParams
-from moment_jax.layers.rules import Attending, Carry, ScoreNoise
+from moment_jax.layers.params import AttentionParams
+from moment_jax.layers.rules import Attending, Carry
 from moment_jax.xla import materialized
 
 
@@ -37,12 +37,10 @@ def norm(
     normal = mean * inverse
     out = normal
     if order == 2:
-        # E[c / sqrt(Q)] for Q = |c|^2 / D + epsilon, to second order about q = E[Q].
-        small = inverse**2 / d
         pulled = jnp.einsum("tde,te->td", blocks, normal)
-        along = jnp.sum(normal * pulled, axis=1, keepdims=True) / d
         squares = jnp.sum(blocks**2, axis=(1, 2))[:, None]
-        out = normal * (1 + 0.75 * small * (squares * small + 2 * along)) - pulled * small
+        along = jnp.sum(normal * pulled, axis=1, keepdims=True) / d
+        out = rules.normalized_mean(normal, inverse, pulled, along, squares)
     jacobian = centring[None] - normal[:, :, None] * normal[:, None, :] / d
     jacobian = jacobian * inverse[:, :, None]
     return out, cov.map_each(jacobian), lambda cross: cross.map_each(jacobian)
@@ -52,97 +50,70 @@ def attention(
     mean: Array, cov: Full, memory: tuple[Array, Full] | None, params: AttentionParams,
     attending: Attending,
 ) -> tuple[Array, Full, Carry]:  # fmt: skip
-    """The rule of `attention` and `cross_attention`: see there."""
-    h, mask, order, turns, scale, bias, noise, cap = attending
+    """The rule of `attention` and `cross_attention`: see there.
+
+    In letters, of all heads at once: queries, keys and values q, k, v and their covariances QQ, QK, ...;
+    scores S with the covariance R; weights W = E[softmax], whose Jacobian is J; X = J Cov[S, v]. The
+    averages a = W v have, for jointly Gaussian W and v and with sums over keys c and f,
+
+        Cov[a_ad, a_be] = (J R J)_acbf E[v_cd v_fe] + W_ac W_bf VV_cdfe
+                          + X_acfe X_bfcd + v_cd W_bf X_acfe + W_ac v_fe X_bfcd.
+    """
+    h, mask, order, turns = attending[:4]
     own = memory is None
-    source, source_cov = (mean, cov) if memory is None else memory
-    inputs = (mean, cov, turns[0]), (source, source_cov, turns[1]), (source, source_cov, None)
-    layers = params.query, params.key, params.value
-    (q, qq), (k, kk), (v, vv) = (
-        _projected(x, x_cov, layer, turn, h)
-        for (x, x_cov, turn), layer in zip(inputs, layers, strict=True)
-    )
+    source = (mean, cov) if memory is None else memory
+    of_query, of_key, of_value = params.query, params.key, params.value
+    sides = (mean, cov, of_query, turns[0]), (*source, of_key, turns[1]), (*source, of_value, None)
+    q, k, v = (rules.split_heads(p.mean_output(x), h, turn) for x, _, p, turn in sides)
 
-    def shared(left: int, right: int) -> Array:
-        """Covariance of two projections through the random input that they share."""
-        first, second = layers[left].kernel.mean, layers[right].kernel.mean
-        cross = jnp.einsum("ip,tisj,jq->tpsq", first, inputs[left][1].cov, second)
-        cross = _rotate(_split_both(cross, h), inputs[left][2])
-        return _transpose(_rotate(_transpose(cross), inputs[right][2]))
+    def joint(i: int, j: int) -> Array:
+        """Covariance of two of q, k and v, by the random input that they share."""
+        (x, x_cov, left, turn), (_, _, right, other) = sides[i], sides[j]
+        if i == j:
+            return _split_both(dense(x, x_cov, left)[1].cov, h, turn, turn)
+        cross = jnp.einsum("ip,tisj,jq->tpsq", left.kernel.mean, x_cov.cov, right.kernel.mean)
+        return _split_both(cross, h, turn, other)
 
-    kv = shared(1, 2)
-    qk, qv = (shared(0, 1), shared(0, 2)) if own else (None, None)
+    VV, KV = joint(2, 2), joint(1, 2)
+    QK, QV = (joint(0, 1), joint(0, 2)) if own else (None, None)
+    S, R, slope = _scores(q, k, _score_cov(q, k, joint(0, 0), joint(1, 1), QK), QK, attending)
+    W = materialized(_weights(S, R, mask, order))
+    a = W @ v
 
-    root = q.shape[2] ** 0.5
-    scores = jnp.einsum("had,hcd->hac", q, k)
-    if order == 2 and qk is not None:
-        scores = scores + jnp.einsum("hadhcd->hac", qk)
-    scores, of_scores = materialized(scores / root), _score_cov(q, k, qq, kk, qk)
-    scores, bent = rules.scaled(scores, scale, bias), scale
-    if scale is not None:
-        of_scores = scale[..., None, None, None] * of_scores * scale[None, None, None]
-    for each in noise:
-        of_scores = of_scores + _noise_cov(each)
-    if cap is not None:
-        flat = Full.unchecked(of_scores.reshape(2 * (h * len(mean), len(source))))
-        capped = cap(scores, flat.variance().reshape(scores.shape))
-        flat = flat.elementwise(jax.tree.map(lambda x: x.reshape(flat.shape), capped))
-        of_scores = flat.cov.reshape(of_scores.shape)
-        scores, bent = capped.mean, capped.gain if bent is None else capped.gain * bent
-    if order == 1:
-        weights = masked_softmax(scores, mask)
-    else:
-        rows = jnp.einsum("hachaf->hacf", of_scores)
-        half = 0.5 * jnp.einsum("hacc->hac", rows)
-        contrasts = _Contrasts(rows - half[..., :, None] - half[..., None, :])
-        weights = expected_softmax(scores, contrasts, mask)
-    weights = materialized(weights)
-    mixed = weights @ v
-
-    # Cov[A_had, A_gbe] of A_had = sum_c W_hac v_hcd, exact for jointly Gaussian W and v.
-    with_value = jnp.einsum("had,hcdgfe->hacgfe", q, kv)  # Cov[S_hac, v_gfe]
-    if qv is not None:
-        with_value = with_value + jnp.einsum("hcd,hadgfe->hacgfe", k, qv)
-    with_value = with_value / root
-    if bent is not None:
-        with_value = bent[..., None, None, None] * with_value
-    with_value = _through_softmax(weights, with_value)
-    of_weights = _transpose(
-        _through_softmax(weights, _transpose(_through_softmax(weights, of_scores)))
-    )
-    moment = vv + jnp.einsum("hcd,gfe->hcdgfe", v, v)
-    by_scores = jnp.einsum("hacgbf,hcdgfe->hadgbe", of_weights, moment)
-    by_values = jnp.einsum("hac,gbf,hcdgfe->hadgbe", weights, weights, vv)
-    gain = jnp.ones_like(scores[:, :, :1])
+    X = jnp.einsum("had,hcdgfe->hacgfe", q, KV)
+    if QV is not None:
+        X = X + jnp.einsum("hcd,hadgfe->hacgfe", k, QV)
+    X = _through_softmax(W, _rows_times(slope, X))
+    JRJ = _transpose(_through_softmax(W, _transpose(_through_softmax(W, R))))
+    vv = VV + jnp.einsum("hcd,gfe->hcdgfe", v, v)
+    by_scores = jnp.einsum("hacgbf,hcdgfe->hadgbe", JRJ, vv)
+    by_values = jnp.einsum("hac,gbf,hcdgfe->hadgbe", W, W, VV)
     if order == 2:  # law of total variance: the softmax keeps a part of its Jacobian
-        whole = jnp.einsum("hac,hcdhcd->ha", weights, moment)
-        averaged = jnp.einsum("hadhad->ha", by_values) + jnp.sum(mixed**2, axis=2)
+        whole = jnp.einsum("hac,hcdhcd->ha", W, vv)
+        averaged = jnp.einsum("hadhad->ha", by_values) + jnp.sum(a**2, axis=2)
         gain, _ = rules.kept_jacobian(jnp.einsum("hadhad->ha", by_scores), whole, averaged)
         gain = gain[:, :, None]
-        by_scores = gain[..., None, None, None] * by_scores * gain[None, None, None]
-        with_value = gain[..., None, None, None] * with_value
-    both = jnp.einsum("hacgfe,gbfhcd->hadgbe", with_value, with_value)
-    half = jnp.einsum("hcd,gbf,hacgfe->hadgbe", v, weights, with_value)
-    of_mixed = by_scores + by_values + both + half + _transpose(half)
-    t, width = len(mean), h * q.shape[2]
-    of_mixed = of_mixed.transpose(1, 0, 2, 4, 3, 5).reshape(t, width, t, width)
-    if order == 2:
-        mixed = mixed + jnp.einsum("hachcd->had", with_value)
-    out, out_cov = dense(rules.merge_heads(mixed), Full.unchecked(of_mixed), params.output)
+        by_scores, X, slope = _both_times(gain, by_scores), _rows_times(gain, X), gain * slope
+        a = a + jnp.einsum("hachcd->had", X)
+    half = jnp.einsum("hcd,gbf,hacgfe->hadgbe", v, W, X)
+    C = by_scores + by_values + jnp.einsum("hacgfe,gbfhcd->hadgbe", X, X) + half + _transpose(half)
+    size = len(mean), of_value.kernel.shape[1]
+    C = C.transpose(1, 0, 2, 4, 3, 5).reshape(2 * size)
+    out, out_cov = dense(rules.merge_heads(a), Full.unchecked(C), params.output)
 
     def linearised(by_query: Array | None, by_source: Array | None) -> Array:
         """The change (T, D) of the output for changes of the input (T, D), and of the memory (S, D)."""
-        slope, straight = jnp.zeros_like(scores), jnp.zeros_like(q)
+        scores, values = jnp.zeros_like(S), jnp.zeros_like(q)
         if by_query is not None:
-            dq = rules.rotate(rules.split_heads(by_query @ params.query.kernel.mean, h), turns[0])
-            slope = slope + jnp.einsum("had,hcd->hac", dq, k)
+            changed = rules.split_heads(by_query @ of_query.kernel.mean, h, turns[0])
+            scores = scores + jnp.einsum("had,hcd->hac", changed, k)
         if by_source is not None:
-            dk = rules.rotate(rules.split_heads(by_source @ params.key.kernel.mean, h), turns[1])
-            slope = slope + jnp.einsum("had,hcd->hac", q, dk)
-            straight = weights @ rules.split_heads(by_source @ params.value.kernel.mean, h)
-        slope = slope / root if bent is None else bent * slope / root
-        slope = weights * (slope - jnp.sum(weights * slope, axis=2, keepdims=True))
-        return rules.merge_heads(straight + gain * (slope @ v)) @ params.output.kernel.mean
+            changed = rules.split_heads(by_source @ of_key.kernel.mean, h, turns[1])
+            scores = scores + jnp.einsum("had,hcd->hac", q, changed)
+            values = W @ rules.split_heads(by_source @ of_value.kernel.mean, h)
+        scores = slope * scores
+        scores = W * (scores - jnp.sum(W * scores, axis=2, keepdims=True))
+        return rules.merge_heads(values + scores @ v) @ params.output.kernel.mean
 
     def carry(cross: Cross | None, with_memory: Cross | None = None) -> Cross:
         changes = cross, cross if own else with_memory
@@ -152,25 +123,52 @@ def attention(
     return out, out_cov, carry
 
 
-def _score_cov(q: Array, k: Array, qq: Array, kk: Array, qk: Array | None) -> Array:
-    """Cov[q_ha . k_hc, q_gb . k_gf] / K, exact for jointly Gaussian q and k."""
-    moment = qq + jnp.einsum("had,gbe->hadgbe", q, q)
-    result = jnp.einsum("hadgbe,hcdgfe->hacgbf", moment, kk)
-    result = result + jnp.einsum("hadgbe,hcd,gfe->hacgbf", qq, k, k)
-    if qk is not None:
+def _score_cov(q: Array, k: Array, QQ: Array, KK: Array, QK: Array | None) -> Array:
+    """Cov[q_ha . k_hc, q_gb . k_gf], exact for jointly Gaussian q and k."""
+    moment = QQ + jnp.einsum("had,gbe->hadgbe", q, q)
+    result = jnp.einsum("hadgbe,hcdgfe->hacgbf", moment, KK)
+    result = result + jnp.einsum("hadgbe,hcd,gfe->hacgbf", QQ, k, k)
+    if QK is not None:
         # Cov[q_had, k_gfe] with Cov[k_hcd, q_gbe], and each with the means of the other two.
-        result = result + jnp.einsum("hadgfe,gbehcd->hacgbf", qk, qk)
-        half = jnp.einsum("had,gfe,gbehcd->hacgbf", q, k, qk)
+        result = result + jnp.einsum("hadgfe,gbehcd->hacgbf", QK, QK)
+        half = jnp.einsum("had,gfe,gbehcd->hacgbf", q, k, QK)
         result = result + half + _transpose(half)
-    return result / q.shape[2]
+    return result
 
 
-def _noise_cov(noise: ScoreNoise) -> Array:
-    """Covariance of a random bias, (H, T, S, H, T, S)."""
-    same = noise.places[..., None, None, None] == noise.places[None, None, None]
-    factor = jnp.broadcast_to(noise.factor, noise.places.shape)
-    spread = factor * noise.variance[noise.places]
-    return jnp.where(same, spread[..., None, None, None] * factor[None, None, None], 0)
+def _scores(
+    q: Array, k: Array, R: Array, QK: Array | None, attending: Attending
+) -> tuple[Array, Array, Array]:
+    """Mean and covariance of the scores, and their slope by q k^T, whose covariance is R."""
+    _, _, order, _, scale, bias, noise, cap = attending
+    slope = jnp.full((1, 1, 1), q.shape[2] ** -0.5, q.dtype)
+    slope = slope if scale is None else slope * scale
+    S = jnp.einsum("had,hcd->hac", q, k)
+    if order == 2 and QK is not None:
+        S = S + jnp.einsum("hadhcd->hac", QK)
+    S, R = materialized(slope * S), _both_times(slope, R)
+    S = S if bias is None else S + bias
+    for each in noise:
+        same = each.places[..., None, None, None] == each.places[None, None, None]
+        factor = jnp.broadcast_to(each.factor, S.shape)
+        R = R + _both_times(
+            factor, jnp.where(same, each.variance[each.places][..., None, None, None], 0)
+        )
+    if cap is not None:
+        flat = Full.unchecked(R.reshape(2 * (S.shape[0] * S.shape[1], S.shape[2])))
+        f = cap(S, flat.variance().reshape(S.shape))
+        R = flat.elementwise(jax.tree.map(lambda x: x.reshape(flat.shape), f)).cov.reshape(R.shape)
+        S, slope = f.mean, f.gain * slope
+    return S, R, slope
+
+
+def _weights(S: Array, R: Array, mask: Array | None, order: int) -> Array:
+    """E[softmax], or softmax(E[S]) with order 1."""
+    if order == 1:
+        return masked_softmax(S, mask)
+    rows = jnp.einsum("hachaf->hacf", R)
+    half = 0.5 * jnp.einsum("hacc->hac", rows)
+    return expected_softmax(S, _Contrasts(rows - half[..., :, None] - half[..., None, :]), mask)
 
 
 class _Contrasts(NamedTuple):
@@ -188,30 +186,27 @@ class _Contrasts(NamedTuple):
         return jnp.einsum("hacf,haf->hac", (self.cov / unit[..., None]) ** 2, vectors)
 
 
-def _projected(
-    mean: Array, cov: Full, params: DenseParams, turn: Array | None, h: int
-) -> tuple[Array, Array]:
-    """All heads' queries, keys or values: mean (H, T, K), covariance (H, T, K, H, T, K)."""
-    y, y_cov = dense(mean, cov, params)
-    split = _rotate(_split_both(y_cov.cov, h), turn)
-    return rules.rotate(rules.split_heads(y, h), turn), _rotate(_transpose(split), turn)
-
-
-def _rotate(cov: Array, turn: Array | None) -> Array:
-    """Multiply the first three axes, (H, T, K), by each token's (K, K) matrix."""
-    return cov if turn is None else jnp.einsum("htjgse,tjk->htkgse", cov, turn)
-
-
-def _split_both(cov: Array, num_heads: int) -> Array:
-    """(T, H K, S, H K) -> (H, T, K, H, S, K)."""
+def _split_both(cov: Array, num_heads: int, turn: Array | None, other: Array | None) -> Array:
+    """(T, H K, S, H K) -> (H, T, K, H, S, K), with each token multiplied by its matrix."""
     t, width, s, _ = cov.shape
     k = width // num_heads
-    return cov.reshape(t, num_heads, k, s, num_heads, k).transpose(1, 0, 2, 4, 3, 5)
+    cov = cov.reshape(t, num_heads, k, s, num_heads, k).transpose(1, 0, 2, 4, 3, 5)
+    cov = cov if turn is None else jnp.einsum("htjgse,tjk->htkgse", cov, turn)
+    return cov if other is None else jnp.einsum("htkgsj,sje->htkgse", cov, other)
 
 
 def _transpose(cov: Array) -> Array:
     """Transpose a cross-covariance: exchange its first three axes with its last three."""
     return jnp.transpose(cov, (3, 4, 5, 0, 1, 2))
+
+
+def _rows_times(factor: Array, cov: Array) -> Array:
+    """The first three axes times a factor, (H, T, S) or with ones."""
+    return factor[..., None, None, None] * cov
+
+
+def _both_times(factor: Array, cov: Array) -> Array:
+    return _rows_times(factor, cov) * factor[None, None, None]
 
 
 def _through_softmax(weights: Array, cov: Array) -> Array:

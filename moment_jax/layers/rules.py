@@ -115,13 +115,30 @@ def _by_projection(rule: Callable[..., tuple[Array, Full, Carry]]) -> Callable[.
     return projected
 
 
+def normalized_mean(
+    normal: Array, inverse: Array, pulled: Array, along: Array, squares: Array
+) -> Array:
+    """E[c / sqrt(Q)], Q = |c|^2 / D + epsilon, to second order about q = E[Q], (T, D).
+
+    Args:
+      normal: n = E[c] / sqrt(q).
+      inverse: 1 / sqrt(q), (T, 1).
+      pulled: Cov[c] n of each token.
+      along: n . Cov[c] n / D, (T, 1).
+      squares: the sum of the squared entries of Cov[c], (T, 1).
+    """
+    small = inverse**2 / normal.shape[1]
+    return normal + small * (normal * (0.75 * small * squares + 1.5 * along) - pulled)
+
+
 # -- heads: (T, H K) arrays as (H, T, K) -----------------------------------------------------------
 
 
-def split_heads(array: Array, num_heads: int) -> Array:
-    """(T, H K) -> (H, T, K), heads outermost in the features."""
+def split_heads(array: Array, num_heads: int, turn: Array | None = None) -> Array:
+    """(T, H K) -> (H, T, K), heads outermost; each token multiplied by its (K, K) matrix `turn`."""
     t, width = array.shape
-    return array.reshape(t, num_heads, width // num_heads).swapaxes(0, 1)
+    heads = array.reshape(t, num_heads, width // num_heads).swapaxes(0, 1)
+    return heads if turn is None else jnp.einsum("htj,tjk->htk", heads, turn)
 
 
 def merge_heads(array: Array) -> Array:
@@ -130,9 +147,10 @@ def merge_heads(array: Array) -> Array:
     return array.swapaxes(0, 1).reshape(t, h * k)
 
 
-def rotate(heads: Array, turn: Array | None) -> Array:
-    """All heads' queries or keys, (H, T, K), each token multiplied by its (K, K) matrix."""
-    return heads if turn is None else jnp.einsum("htj,tjk->htk", heads, turn)
+def scaled(scores: Array, scale: Array | None, bias: Array | None) -> Array:
+    """The mean scores q k^T / sqrt(K) with their scale and their bias."""
+    scores = scores if scale is None else scale * scores
+    return scores if bias is None else scores + bias
 
 
 def scaled(scores: Array, scale: Array | None, bias: Array | None) -> Array:

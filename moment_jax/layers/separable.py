@@ -10,7 +10,7 @@ from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt, 
 from moment_jax.covariance.separable import Separable, SeparableCross, agreeing
 from moment_jax.expectations.activations import Formula
 from moment_jax.layers.params import FeedForwardParams, bias_cov, with_bias
-from moment_jax.layers.rules import Carry
+from moment_jax.layers.rules import Carry, normalized_mean
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
 
@@ -46,9 +46,7 @@ def norm(
     nCn = jnp.sum(n * nCP, axis=1, keepdims=True) / d
     out = n
     if order == 2:
-        # E[P x / sqrt(Q)] for Q = |P x|^2 / D + epsilon, to second order about q = E[Q].
-        small = r**2 / d
-        out = n * (1 + 0.75 * small * e * (e * jnp.sum(PCP**2) * small + 2 * nCn)) - e * nCP * small
+        out = normalized_mean(n, r, e * nCP, e * nCn, e**2 * jnp.sum(PCP**2))
 
     # Variances. What is lost is a factor, which keeps the result positive; what is gained is added.
     after = own[None] + n * (n * nCn - 2 * nCP) / d

@@ -11,7 +11,10 @@ a = W v, and V = E[v v^T] over tokens under the metric M of the output, the head
 
 where N is the noise of the values in V = v M v^T + N, Q = p p^T * A the pairs of queries in the pooled
 sum, * the product of entries, and E[a a^T] = a M a^T + W N W^T. Softmax keeps a part of its Jacobian: A
-is scaled by that, g_a g_b.
+is scaled by that, g_a g_b, and by the slopes z_a z_b of scale and cap.
+
+Entry n of a random bias, of variance u_n, moves averages by U_an = sum_c W_ac f_ac (v_c - a_a), over the
+keys c whose scores have it, and adds sum_n u_n U_an M U_bn^T to G and u_n (p^T U_n)^T (p^T U_n) to C.
 """
 
 from __future__ import annotations
@@ -50,6 +53,13 @@ class Projection(NamedTuple):
         """sum_ij metric_ij Cov[y_ti, y_sj], (T, T), without the bias, from both patterns."""
         return jnp.sum(self.by_input * metric) * pattern + jnp.sum(self.by_kernel * metric) * noise
 
+    def of_tokens(self, pattern: tg.Tokens, noise: tg.Tokens) -> Array:
+        """Each token's covariance, (T, K, K)."""
+        by_input = jnp.tensordot(tg.diagonal_of(pattern), self.by_input, 0)
+        return (
+            by_input + jnp.tensordot(tg.diagonal_of(noise), self.by_kernel, 0) + self.by_bias[None]
+        )
+
 
 class _Sequence(NamedTuple):
     """What all heads share: token patterns and weights."""
@@ -78,7 +88,7 @@ class _Head(NamedTuple):
     mask: Array | None
     scale: Array | None  # of the scores, (T, S); each axis may be 1
     bias: Array | None
-    noise: tuple[ScoreNoise, ...]
+    random: tuple[ScoreNoise, ...]  # parts of the bias
 
 
 class _Output(NamedTuple):
@@ -216,7 +226,7 @@ def _projection(
         by_mean = jax.vmap(lambda each: numerics.gram(each.T, features))(kernels)
     by_input = numerics.kernel_noise(layer.kernel, features, jnp.zeros_like(mean[:1]))
     return Projection(
-        rules.rotate(rules.split_heads(layer.mean_output(mean), h), turn),
+        rules.split_heads(layer.mean_output(mean), h, turn),
         kernels,
         by_mean + _blocks(by_input, h),
         _blocks(numerics.kernel_noise(layer.kernel, None, safe_sqrt(weights)[:, None] * mean), h),
@@ -261,20 +271,17 @@ def _one_head(head: _Head, sequence: _Sequence, order: int, cap: Formula | None)
     S = q.mean @ k.mean.T
     if order == 2 and sequence.own is not None:
         S = S + sequence.own * head.linked
-    S = rules.scaled(materialized(S / root), head.scale, head.bias)
-    slope, noises = head.scale, head.noise
-    if cap is not None:
-        capped = cap(S, _score_variance(head, sequence))
-        S, slope = capped.mean, capped.gain if slope is None else capped.gain * slope
-        noises = tuple(each._replace(factor=capped.gain * each.factor) for each in noises)
-    A, keys = _scores(head, sequence, slope is None or slope.shape[1] == 1)
+    S, z, random = _bent(head, sequence, materialized(S / root), cap)
+    A, keys = _scores(head, sequence)
+    A = A if z is None else z * A * z.T
     B, count = tg.factored(keys), tg.count_of(A)
-    if order == 1:
-        W = masked_softmax(S, head.mask)
-    else:
-        W = _expected_softmax(S, A, keys, B, slope, noises, head.mask)
+    exact = order == 1
+    W = (
+        masked_softmax(S, head.mask)
+        if exact
+        else _expected_softmax(S, A, keys, B, random, head.mask)
+    )
     W = materialized(W)
-    Z = W if slope is None else slope * W  # moves with the scores
     w = weighted_sum(p, W)
     centre = _average(w, value.mean)[None]  # nothing large cancels below
     v = value.mean - centre
@@ -285,20 +292,14 @@ def _one_head(head: _Head, sequence: _Sequence, order: int, cap: Formula | None)
     N, vM = tg.factored(noise), v @ M
     N_, B_ = tg.whole(N), tg.whole(B)  # in full, for products entry by entry
     V = vM @ v.T + N_
-    WN, ZB = W @ N, Z @ B
-    WNW, ZBZ = tg.product(WN, W, count), tg.product(ZB, Z, count)
+    WN, WB = W @ N, W @ B
+    WNW, WBW = tg.product(WN, W, count), tg.product(WB, W, count)
     aa = tg.gram(a, M, count) + WNW
-    X = (a @ vM.T + WN) * ZB
-    G = A * tg.contract(Z, B_ * V, 2 * X, aa * ZBZ, p > 0)
-    moved = [_by_noise(each, W, v, a) for each in noises]  # (T, N, K)
-    if noises:
-        more = safe_divide(
-            rules.left_within(W @ tg.diagonal_of(V), tg.diagonal_of(aa)),
-            rules.left_within(W @ jnp.sum(vM * v, axis=1), jnp.sum((a @ M) * a, axis=1)),
-        )  # the values' noise with that of the scores
-        moved = [safe_sqrt(more)[:, None, None] * each for each in moved]
-        for each in moved:
-            G = G + tg.product((each @ M).reshape(len(a), -1), each.reshape(len(a), -1), count)
+    X = (a @ vM.T + WN) * WB
+    G = A * tg.contract(W, B_ * V, 2 * X, aa * WBW, p > 0)
+    by_bias = [_by_bias(each, W, V, vM, v, aa, a, M) for each in random]  # (T, N, K)
+    for U in by_bias:
+        G = G + tg.product((U @ M).reshape(len(a), -1), U.reshape(len(a), -1), count)
     g = jnp.ones_like(p)
     if order == 2:  # law of total variance
         found = nonnegative(tg.diagonal_of(G))
@@ -306,14 +307,14 @@ def _one_head(head: _Head, sequence: _Sequence, order: int, cap: Formula | None)
         G = tg.bound(g[:, None] * G * g[None, :], g * safe_sqrt(found))
 
     Q = (p * g)[:, None] * A * (p * g)[None, :]
-    QZ, ZQZ = tg.congruence(tg.factored(Q), Z)
-    BQ, QB, QZB = B_ * ZQZ, QZ * ZB, Q * ZBZ
+    QW, WQW = tg.congruence(tg.factored(Q), W)
+    BQ, QB, QWB = B_ * WQW, QW * WB, Q * WBW
     half = v.T @ (0.5 * (BQ @ v) - QB.T @ a)  # Y = a^T QB v
-    C = half + half.T + a.T @ tg.factored(QZB) @ a
-    for each in moved:
-        C = C + numerics.gram(jnp.tensordot(p * g, each, 1).T)
+    C = half + half.T + a.T @ tg.factored(QWB) @ a
+    for U in by_bias:
+        C = C + numerics.gram(jnp.tensordot(p * g, U, 1).T)
     # The same of the noise, tr M C.
-    n = jnp.sum(BQ * N_) - 2 * jnp.sum(QB * WN) + tg.total(QZB * WNW)
+    n = jnp.sum(BQ * N_) - 2 * jnp.sum(QB * WN) + tg.total(QWB * WNW)
     if order == 2:  # no more than the values' variance under the weights, in every token at once
         most = p @ safe_sqrt(rules.left_within(W @ v**2, a**2))
         C = jnp.clip(C, -most[:, None] * most[None, :], most[:, None] * most[None, :])
@@ -323,59 +324,69 @@ def _one_head(head: _Head, sequence: _Sequence, order: int, cap: Formula | None)
 
     mean = a + centre * jnp.sum(W, axis=1, keepdims=True)
     if order == 2:
-        mean = mean + _shared(head, sequence, W, Z, g / root)
+        mean = mean + _shared(head, sequence, W, (g if z is None else g * z[:, 0]) / root)
     return _Output(mean, W, w, G + WNW, C)
 
 
-def _by_noise(noise: ScoreNoise, W: Array, v: Array, a: Array) -> Array:
-    """How the averages a = W v move with each standardised entry of a random bias, (T, N, K)."""
-    moved = noise.sums(W[:, :, None] * v[None]) - noise.sums(W)[:, :, None] * a[:, None]
-    return safe_sqrt(noise.variance)[None, :, None] * moved
+def _bent(
+    head: _Head, sequence: _Sequence, S: Array, cap: Formula | None
+) -> tuple[Array, Array | None, tuple[ScoreNoise, ...]]:
+    """Scores after scale, bias and cap; the slope of each query's, (T, 1) or None; random biases.
+
+    The slope of a query's scores is that of an average key by its weight.
+    """
+    S, slope, random = rules.scaled(S, head.scale, head.bias), head.scale, head.random
+    if cap is not None:
+        f = cap(S, _score_variance(head, sequence))
+        S, slope = f.mean, f.gain if slope is None else f.gain * slope
+        random = tuple(each._replace(factor=f.gain * each.factor) for each in random)
+    if slope is not None and slope.shape[1] > 1:
+        slope = jnp.sum(masked_softmax(S, head.mask) * slope, axis=1, keepdims=True)
+    return S, slope, random
+
+
+def _by_bias(
+    bias: ScoreNoise, W: Array, V: tg.Tokens, vM: Array, v: Array, aa: tg.Tokens, a: Array, M: Array
+) -> Array:
+    """How the averages a = W v move with each standardised entry of a random bias, (T, N, K).
+
+    The values' noise is in it by its share of their variance under the weights.
+    """
+    moved = bias.sums(W[:, :, None] * v[None]) - bias.sums(W)[:, :, None] * a[:, None]
+    every = rules.left_within(W @ tg.diagonal_of(V), tg.diagonal_of(aa))
+    share = safe_divide(
+        every, rules.left_within(W @ jnp.sum(vM * v, axis=1), jnp.sum((a @ M) * a, axis=1))
+    )
+    return safe_sqrt(share[:, None] * bias.variance[None, :])[:, :, None] * moved
 
 
 def _score_variance(head: _Head, sequence: _Sequence) -> Array:
-    """Variance of each score with its scale and random bias, (T, S)."""
+    """Variance of each score with its scale and random biases, (T, S)."""
     q, k = head.query, head.key
-    x, source = tg.diagonal_of(sequence.x), tg.diagonal_of(sequence.source)
-    patterns = x, tg.diagonal_of(sequence.of_query), jnp.ones_like(x)
-    of_query = [*zip((q.by_input, q.by_kernel, q.by_bias), patterns, strict=True)]
-    patterns = source, tg.diagonal_of(sequence.of_key), jnp.ones_like(source)
-    of_key = [*zip((k.by_input, k.by_kernel, k.by_bias), patterns, strict=True)]
-    result = jnp.zeros((len(x), len(source)), x.dtype)
-    for by, pattern in of_key:
-        moment = jnp.sum((q.mean @ by) * q.mean, axis=1)
-        moment = moment + sum(jnp.sum(by * other) * own for other, own in of_query)
-        result = result + moment[:, None] * pattern[None]
-    for by, pattern in of_query:
-        result = result + pattern[:, None] * jnp.sum((k.mean @ by) * k.mean, axis=1)[None]
-    result = result / q.mean.shape[1]
-    result = result if head.scale is None else head.scale**2 * result
-    for each in head.noise:
-        result = result + each.score_variance()
-    return result
+    Q = q.of_tokens(sequence.x, sequence.of_query)
+    qq, kk = (y[:, :, None] * y[:, None, :] for y in (q.mean, k.mean))
+    variance = jnp.einsum("akl,ckl->ac", Q + qq, k.of_tokens(sequence.source, sequence.of_key))
+    variance = (variance + jnp.einsum("akl,ckl->ac", Q, kk)) / q.mean.shape[1]
+    variance = variance if head.scale is None else head.scale**2 * variance
+    return sum((each.score_variance() for each in head.random), start=variance)
 
 
-def _scores(head: _Head, sequence: _Sequence, contrasts: bool) -> tuple[tg.Tokens, tg.Tokens]:
-    """A (T, T) and B (S, S) of Cov[s_ac, s_bf] = A_ab B_cf, or the same of contrasts.
+def _scores(head: _Head, sequence: _Sequence) -> tuple[tg.Tokens, tg.Tokens]:
+    """A (T, T) and B (S, S) of Cov[s_ac, s_bf] = A_ab B_cf, without what all keys of a row share.
 
-    Softmax sees differences of keys alone, so B becomes minus half the variance of each difference, but
-    where a slope of each score tells them apart. Both sides are averaged over tokens: A by an average
-    pair of keys, B by an average query.
+    Softmax sees differences of keys alone, so B becomes minus half the variance of each difference. Both
+    sides are averaged over tokens: A by an average pair of keys, B by an average query.
     """
     q, k, width = head.query, head.key, head.query.mean.shape[1]
     at, by = sequence.query_weights, sequence.key_weights
     count, counted = jnp.sum(at), jnp.sum(by)
     of_query = at @ tg.diagonal_of(sequence.x)
     of_key = by @ tg.diagonal_of(sequence.source)
-    if contrasts:
-        of_key = of_key - safe_divide(by @ sequence.factored @ by, counted)
-        noise = k.by_input * of_key + head.differences
-    else:
-        noise = k.by_input * of_key + k.by_kernel + counted * k.by_bias
+    of_key = of_key - safe_divide(by @ sequence.factored @ by, counted)
+    noise = k.by_input * of_key + head.differences
     by_query = safe_divide(q.by_input * of_query + q.by_kernel + count * q.by_bias, count)
     qq = safe_divide((q.mean.T * at[None, :]) @ q.mean, count) + by_query  # E[q q^T]
-    centre = _average(by, k.mean)[None] if contrasts else 0
-    centred = safe_sqrt(by)[:, None] * (k.mean - centre)
+    centred = safe_sqrt(by)[:, None] * (k.mean - _average(by, k.mean)[None])
     kk = centred.T @ centred
     size = jnp.sum(noise * qq) + jnp.sum(kk * by_query)
     differences = kk + noise
@@ -383,68 +394,53 @@ def _scores(head: _Head, sequence: _Sequence, contrasts: bool) -> tuple[tg.Token
     A = A + tg.gram(q.mean, noise, tg.count_of(A))
     B = k.gram(qq, sequence.source, sequence.of_key)  # all keys share the bias
     B = B + tg.gram(k.mean, by_query, tg.count_of(B))
-    if contrasts:
-        B = tg.contrasts(tg.seen_only(B, sequence.seen), sequence.seen)
-    else:
-        B = B + jnp.sum(k.by_bias * qq)
+    B = tg.contrasts(tg.seen_only(B, sequence.seen), sequence.seen)
     return tg.divide(A, size * width), tg.seen_only(B, sequence.seen)
 
 
 class _Rows(NamedTuple):
-    """Covariance z_c A_aa B_cf z_f of the scores of each query a, a `ScoreCovariance`, and biases'."""
+    """Covariance of each query's scores, A_aa B and that of random biases: a `ScoreCovariance`."""
 
     own: Array  # diag(A), (T, 1)
     spread: Array  # diag(B), or zero
     keys: Any  # B, (S, S), in the form in which it multiplies
-    slope: Array | None  # z, (T, S), where either may be 1, or None for 1
     noise: tuple[ScoreNoise, ...] = ()
 
     def variance(self) -> Array:
-        spread = self.spread
-        result = spread if spread.ndim == 0 else self.times(self.times(self.own * spread[None, :]))
-        return sum((each.score_variance() for each in self.noise), start=result)
+        variance = self.spread if self.spread.ndim == 0 else self.own * self.spread[None, :]
+        return sum((each.score_variance() for each in self.noise), start=variance)
 
     def matvec(self, vectors: Array) -> Array:
-        result = self.times(self.own * (self.times(vectors) @ self.keys))
-        return sum((each.matvec(vectors) for each in self.noise), start=result)
+        by_keys = self.own * (vectors @ self.keys)
+        return sum((each.matvec(vectors) for each in self.noise), start=by_keys)
 
     def square_matvec(self, vectors: Array, unit: Array) -> Array:
-        result = (self.own / unit) ** 2 * (self.times(self.times(vectors)) @ self.keys**2)
-        return self.times(self.times(result))
-
-    def times(self, array: Array) -> Array:
-        return array if self.slope is None else self.slope * array
+        return (self.own / unit) ** 2 * (vectors @ self.keys**2)
 
 
 def _expected_softmax(
-    S: Array, A: tg.Tokens, keys: tg.Tokens, B: Array | tg.Factored, slope: Array | None,
+    S: Array, A: tg.Tokens, keys: tg.Tokens, B: Array | tg.Factored,
     noise: tuple[ScoreNoise, ...], mask: Array | None,
 ) -> Array:  # fmt: skip
-    """E[softmax]; with B at landmarks or a random bias, with two products and none with its squares."""
+    """E[softmax]; with B at landmarks or a random bias, with two products and none with squares."""
     own = tg.diagonal_of(A)[:, None]
-    if isinstance(keys, tg.TokenGram):
-        return quick_expected_softmax(S, _Rows(own, keys.diagonal, B, slope, noise), mask)
-    if noise:
-        return quick_expected_softmax(S, _Rows(own, diagonal_of(keys), B, slope, noise), mask)
-    zero = jnp.zeros((), own.dtype)
-    spread = zero if slope is None or slope.shape[1] == 1 else diagonal_of(keys)
-    return expected_softmax(S, _Rows(own, spread, keys, slope), mask)
+    if noise or isinstance(keys, tg.TokenGram):
+        return quick_expected_softmax(S, _Rows(own, tg.diagonal_of(keys), B, noise), mask)
+    return expected_softmax(S, _Rows(own, jnp.zeros((), own.dtype), keys), mask)
 
 
-def _shared(head: _Head, sequence: _Sequence, W: Array, Z: Array, gain: Array) -> Array:
+def _shared(head: _Head, sequence: _Sequence, W: Array, gain: Array) -> Array:
     """sum_c Cov[W_ac, v_cd], (T, K): weights and values share the random input.
 
     By Stein's lemma Cov[W_ac, v_cd] = sum_f E[dW_ac/dS_af] Cov[S_af, v_cd], with Cov[S_af, v_cd] =
-    (P_fc (q_a C_kv)_d + P_ac (k_f C_qv)_d) / sqrt(K); `gain` holds that root, and Z = W times the slope
-    of each score.
+    (P_fc (q_a C_kv)_d + P_ac (k_f C_qv)_d) / sqrt(K); `gain` holds that root.
     """
     q, k, P = head.query, head.key, sequence.own
     free = tg.variance_within(W, tg.diagonal_of(sequence.source), sequence.factored)
-    if Z is not W:  # the average slope of a row
-        free = free * jnp.sum(Z, axis=1, keepdims=True)
     by_key = free * (q.mean @ (k.kernel.T @ head.drawn))
     if P is None:  # queries do not share x
         return gain[:, None] * by_key
-    total = jnp.sum(W * P, axis=1, keepdims=True)
-    by_query = ((Z * P) @ k.mean - total * (Z @ k.mean)) @ (q.kernel.T @ head.drawn)
+    WP = W * P
+    total = jnp.sum(WP, axis=1, keepdims=True)
+    by_query = (WP @ k.mean - total * (W @ k.mean)) @ (q.kernel.T @ head.drawn)
     return gain[:, None] * (by_key + by_query)

@@ -135,20 +135,3 @@ def test_attention_with_random_values_alone_is_linear(certain):
 
     for actual, expected in zip(*run(MEAN), strict=True):
         assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("structure", ALL_STRUCTURES)
-def test_one_row_of_a_mask_serves_all_queries(structure):
-    params = mj.AttentionParams(
-        *(random_dense_params(k, mj.posterior.Factorized, (4, 4)) for k in KEYS[1:5])
-    )
-    cov, mask = random_cov(KEYS[5], structure, SHAPE), jnp.array([[True, False, True]])
-
-    @jax.jit
-    def moments(mask):
-        mean, found = mj.attention(MEAN, cov, params, num_heads=2, mask=mask)
-        return mean, found.to_dense()
-
-    one, every = moments(mask), moments(jnp.broadcast_to(mask, (3, 3)))
-    assert_close(one[0], every[0])
-    assert_close(one[1], every[1])
