@@ -13,7 +13,7 @@ from moment_jax.covariance import Covariance, Separable
 from moment_jax.inference import data as checks
 from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.likelihood import LogNoise
-from moment_jax.nn.plain import as_nnx, is_floating
+from moment_jax.nn.modules import as_nnx, is_floating
 from moment_jax.posterior import Factorized
 
 LOG_FACTORS = math.log(2) * np.arange(-10, 1)  # of an array's root mean square: .001 to 1

@@ -16,7 +16,7 @@ from moment_jax.inference.laplace_approximation import LaplaceReceipt
 from moment_jax.nn import likelihood as likelihoods
 from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.mixture import Mixture
-from moment_jax.nn.plain import FLOATING, as_nnx
+from moment_jax.nn.modules import FLOATING, as_nnx
 from moment_jax.objectives import Gaussian
 
 SETTLED = 0.05  # nats for each example: the last change of the log evidence

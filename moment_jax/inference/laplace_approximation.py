@@ -14,7 +14,7 @@ from moment_jax.inference import data as checks
 from moment_jax.inference.curvature import Arrays, Curvature, Frame, by_path
 from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.belief import matrix_shape
-from moment_jax.nn.plain import as_nnx, is_floating
+from moment_jax.nn.modules import as_nnx, is_floating
 from moment_jax.objectives import Categorical, Gaussian, HeteroscedasticGaussian
 from moment_jax.posterior import Factorized, FullNormal, KroneckerEigen, Posterior
 

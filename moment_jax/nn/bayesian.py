@@ -15,8 +15,9 @@ from moment_jax import objectives
 from moment_jax.covariance import STRUCTURES, Covariance, Diagonal, Full, Moments, Separable
 from moment_jax.covariance.token_gram import num_landmarks
 from moment_jax.nn import likelihood as likelihoods
-from moment_jax.nn import plain
 from moment_jax.nn.belief import Belief, Path, begun, joined, placed
+from moment_jax.nn.inputs import arguments, check_inputs, explain_batch, with_batch
+from moment_jax.nn.modules import Module, as_given, as_nnx, inference_output, is_floating
 from moment_jax.nn.prediction import beside_sampled, compiled_pass, predicted, spread_factors
 from moment_jax.posterior import Factorized, Posterior, sample_params
 from moment_jax.propagation import linearised as linearise
@@ -37,7 +38,7 @@ class Check(NamedTuple):
     seconds_sampled: float  # of all sampled networks, compiled
 
 
-class Bayesian(plain.Module):
+class Bayesian(Module):
     """A Flax network with a Gaussian belief about each of its weights.
 
     `model(x)` is the mean and the covariance of the network's output, in one pass: its operations are
@@ -107,7 +108,7 @@ class Bayesian(plain.Module):
         self.batch_axes = batch_axes
         self.kind, self.noise = likelihoods.stored(likelihood)
         self.name = type(network).__name__
-        network = plain.as_nnx(network)
+        network = as_nnx(network)
         split: Any = nnx.split(network, nnx.Param, ...)
         self.graph, params, rest = split
         known = dict(nnx.to_flat_state(params))
@@ -118,7 +119,7 @@ class Bayesian(plain.Module):
         weights: dict[Path, Any] = {path: variable.copy() for path, variable in known.items()}
         if beliefs is None:
             chosen = dict(nnx.to_flat_state(nnx.state(network, nnx.All(nnx.Param, random))))
-            chosen = {path: v[...] for path, v in chosen.items() if plain.is_floating(v[...])}
+            chosen = {path: v[...] for path, v in chosen.items() if is_floating(v[...])}
             if not chosen:
                 raise ValueError(
                     "`mj.Bayesian` needs weights that `random` selects. Got none of "
@@ -167,11 +168,11 @@ class Bayesian(plain.Module):
 
     def at_means(self) -> Any:
         """The plain network at the means, of the class that came in."""
-        return plain.as_given(self._network(_at_means(self.beliefs)))
+        return as_given(self._network(_at_means(self.beliefs)))
 
     def sample(self, key: Array) -> Any:
         """The plain network of one draw of the weights, of the class that came in."""
-        return plain.as_given(self._network(inlined(sample_params)(self.beliefs, key)))
+        return as_given(self._network(inlined(sample_params)(self.beliefs, key)))
 
     def kl(self) -> Array:
         """KL(posterior || prior) of all random weights, in nats."""
@@ -206,7 +207,7 @@ class Bayesian(plain.Module):
 
         `mj.optim` observes the layers of the network at the means by it, in a copy of the model.
         """
-        split: Any = nnx.split(plain.as_nnx(network), nnx.Param, ...)
+        split: Any = nnx.split(as_nnx(network), nnx.Param, ...)
         self.graph, params, rest = split
         self.rest = nnx.data(rest)
         self.weights = nnx.data(nnx.traversals.unflatten_mapping(dict(nnx.to_flat_state(params))))
@@ -222,7 +223,7 @@ class Bayesian(plain.Module):
           options: the network's keyword arguments, shared by all examples. Outside compiled code they
             are constants of the program: each new value, of a mask say, compiles again.
         """
-        plain.check_inputs(inputs, self.batch_axes, self.structure)
+        check_inputs(inputs, self.batch_axes, self.structure)
         return compiled_pass(self, inputs, options)
 
     def predict(self, *inputs: Any, batch_size: int = 256, **options: Any) -> Any:
@@ -232,7 +233,7 @@ class Bayesian(plain.Module):
         `mean`, `sd`, `interval(.9)` of real values, and `log_prob(y)` and `sample(key)` of both.
         """
         self._needs_likelihood("predict")
-        plain.check_inputs(inputs, self.batch_axes, self.structure)
+        check_inputs(inputs, self.batch_axes, self.structure)
         return predicted(self, inputs, options, batch_size, self.batch_axes)
 
     def elbo(
@@ -248,14 +249,14 @@ class Bayesian(plain.Module):
           options: the network's keyword arguments.
         """
         likelihood = self._needs_likelihood("elbo")
-        fits = likelihoods.expected(likelihood, y, self(*plain.arguments(x), **options))
+        fits = likelihoods.expected(likelihood, y, self(*arguments(x), **options))
         fits = fits.reshape(*fits.shape[: self.batch_axes], -1).sum(axis=-1).reshape(-1)
         bound = objectives.elbo(fits, self.kl(), dataset_size=dataset_size, kl_weight=kl_weight)
         return bound / dataset_size
 
     def log_prob(self, x: Any, y: Array, *, batch_size: int = 256, **options: Any) -> Array:
         """Log predictive density of each target, in nats: `predict(x).log_prob(y)`."""
-        return self.predict(*plain.arguments(x), batch_size=batch_size, **options).log_prob(y)
+        return self.predict(*arguments(x), batch_size=batch_size, **options).log_prob(y)
 
     def check(self, x: Any, key: Array | None = None, samples: int = 300, **options: Any) -> Check:
         """The moments of this input beside those of sampled networks, and the price of both.
@@ -370,7 +371,7 @@ class Bayesian(plain.Module):
 
         def one(beliefs: Any, inputs: Any) -> Any:
             known = beliefs if self.spread is None else _as_corrected(beliefs)
-            mean, cov, *steps = of(known, *(plain.with_batch(x, axes) for x in inputs))
+            mean, cov, *steps = of(known, *(with_batch(x, axes) for x in inputs))
             if self.spread is not None:
                 cov = cov.rescale(self.spread[...][None])
             return mean, cov, *steps
@@ -385,7 +386,7 @@ class Bayesian(plain.Module):
             mean, cov = with_automatic_axes(lambda both: one(*both), (beliefs, inputs), axes)
         except Exception as error:
             known = _at_means(beliefs)
-            plain.explain_batch(lambda x: fn(known, *x), means, options, axes, error)
+            explain_batch(lambda x: fn(known, *x), means, options, axes, error)
             raise
         lead = means[0].shape[:axes] if means else ()
         return Moments(mean.reshape(*lead, *shape), cov)
@@ -396,7 +397,7 @@ class Bayesian(plain.Module):
         ones = tuple(jax.ShapeDtypeStruct((1,) * axes + x.shape[axes:], x.dtype) for x in inputs)
         network = self._network(_at_means(self.beliefs))
         # `propagate` says itself where random numbers are drawn.
-        found = plain.inference_output("mj.Bayesian", network, ones, options, keys=self.linearised)
+        found = inference_output("mj.Bayesian", network, ones, options, keys=self.linearised)
         shape = getattr(found, "shape", None)
         if shape is None or shape[:axes] != (1,) * axes:
             raise ValueError(

@@ -13,7 +13,7 @@ from jax import Array
 
 from moment_jax import posterior as families
 from moment_jax.covariance.fields import known_values
-from moment_jax.nn.plain import Module
+from moment_jax.nn.modules import Module
 from moment_jax.posterior import GaussianPrior, Posterior
 from moment_jax.xla import diagonal_matrix, diagonal_of, inlined
 

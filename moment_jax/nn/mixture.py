@@ -7,7 +7,8 @@ from flax import nnx
 from jax import Array
 
 from moment_jax.nn.bayesian import Bayesian
-from moment_jax.nn.plain import Module, arguments
+from moment_jax.nn.inputs import arguments
+from moment_jax.nn.modules import Module
 from moment_jax.objectives.predictive import averaged
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from moment_jax.nn.plain import Module
+from moment_jax.nn.modules import Module
 
 Activation = str | Callable[[Array], Array]
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {

@@ -13,7 +13,8 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from moment_jax.nn.plain import arguments, as_nnx
+from moment_jax.nn.inputs import arguments
+from moment_jax.nn.modules import as_nnx
 from moment_jax.xla import inlined
 
 
