@@ -19,6 +19,7 @@ from moment_jax.nn.belief import Belief, Path, begun, joined, placed
 from moment_jax.nn.inputs import arguments, check_inputs, explain_batch, with_batch
 from moment_jax.nn.modules import Module, as_given, as_nnx, inference_output, is_floating
 from moment_jax.nn.prediction import beside_sampled, compiled_pass, predicted, spread_factors
+from moment_jax.nn.static import Static
 from moment_jax.posterior import Factorized, Posterior, sample_params
 from moment_jax.propagation import linearised as linearise
 from moment_jax.propagation import propagate
@@ -110,7 +111,8 @@ class Bayesian(Module):
         self.name = type(network).__name__
         network = as_nnx(network)
         split: Any = nnx.split(network, nnx.Param, ...)
-        self.graph, params, rest = split
+        graph, params, rest = split
+        self.graph = Static(graph)
         known = dict(nnx.to_flat_state(params))
         if not known:
             raise ValueError(f"`mj.Bayesian` needs a network with parameters. Got {self.name}.")
@@ -208,8 +210,8 @@ class Bayesian(Module):
         `mj.optim` observes the layers of the network at the means by it, in a copy of the model.
         """
         split: Any = nnx.split(as_nnx(network), nnx.Param, ...)
-        self.graph, params, rest = split
-        self.rest = nnx.data(rest)
+        graph, params, rest = split
+        self.graph, self.rest = Static(graph), nnx.data(rest)
         self.weights = nnx.data(nnx.traversals.unflatten_mapping(dict(nnx.to_flat_state(params))))
 
     # -- moments --------------------------------------------------------------------------------------
@@ -341,7 +343,9 @@ class Bayesian(Module):
             for path, x in flat.items()
         }
         rest = jax.tree.map(lambda x: x, self.rest)
-        network: nnx.Module = nnx.merge(self.graph, nnx.from_flat_state(params), rest, copy=True)
+        network: nnx.Module = nnx.merge(
+            self.graph.value, nnx.from_flat_state(params), rest, copy=True
+        )
         return network
 
     def _moments(self, inputs: tuple[Any, ...], options: Any, *, receipt: bool = False) -> Any:

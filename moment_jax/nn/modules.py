@@ -10,6 +10,8 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 from jax.interpreters import partial_eval
 
+from moment_jax.nn.static import Static
+
 FLOATING = nnx.All(nnx.Param, lambda _, x: is_floating(x))  # a filter
 
 
@@ -28,7 +30,7 @@ class Linen(nnx.Module):
     """A linen module and its variables, as an NNX module."""
 
     def __init__(self, module: linen.Module, variables: Any) -> None:
-        self.module = module
+        self.module = Static(module)  # it may hold a configuration without a hash
         params = jax.tree.map(nnx.Param, variables["params"])
         rest = {k: jax.tree.map(nnx.Variable, v) for k, v in variables.items() if k != "params"}
         self.params, self.others = nnx.data(dict(params)), nnx.data(rest)
@@ -40,7 +42,7 @@ class Linen(nnx.Module):
         return {"params": pure.get("params", {}), **pure.get("others", {})}
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        return self.module.apply(self.variables, *inputs, **options)
+        return self.module.value.apply(self.variables, *inputs, **options)
 
 
 class Raveled(nnx.Module):
@@ -52,7 +54,8 @@ class Raveled(nnx.Module):
 
     def __init__(self, network: nnx.Module) -> None:
         split: Any = nnx.split(network, FLOATING, ...)
-        self.graph, weights, rest = split
+        graph, weights, rest = split
+        self.graph = Static(graph)
         flat, self.unravel = ravel_pytree(weights)
         self.weights, self.rest = nnx.Param(flat), nnx.data(jax.tree.map(lambda x: x, rest))
 
@@ -60,7 +63,7 @@ class Raveled(nnx.Module):
     def network(self) -> Any:
         """The network in its own class."""
         weights = self.unravel(self.weights[...])
-        return nnx.merge(self.graph, weights, jax.tree.map(lambda x: x, self.rest), copy=True)
+        return nnx.merge(self.graph.value, weights, jax.tree.map(lambda x: x, self.rest), copy=True)
 
     @property
     def arrays(self) -> dict[str, Array]:
@@ -97,7 +100,7 @@ def as_given(network: nnx.Module) -> Any:
     """The network in its own class: a linen module is bound again."""
     if isinstance(network, Raveled):
         network = network.network
-    return network.module.bind(network.variables) if isinstance(network, Linen) else network
+    return network.module.value.bind(network.variables) if isinstance(network, Linen) else network
 
 
 def inference_output(

@@ -15,6 +15,7 @@ from jax import Array
 
 from moment_jax.nn.inputs import arguments
 from moment_jax.nn.modules import as_nnx
+from moment_jax.nn.static import Static
 from moment_jax.xla import inlined
 
 
@@ -28,7 +29,7 @@ def predicted(
     if batch_size < 1:
         raise ValueError(f"`predict` needs batch_size >= 1. Got {batch_size}.")
     graph, state = nnx.split(model)
-    known = _Static(options)
+    known = Static(options)
     size = jax.tree.leaves(inputs)[0].shape[0] if axes and inputs else 0
     if size <= batch_size:
         return _predicted(graph, state, inputs, known=known)
@@ -51,7 +52,7 @@ def compiled_pass(model: Any, inputs: Any, options: dict[str, Any]) -> Any:
     graph, state = nnx.split(model)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, inputs, options))):
         return model._moments(inputs, options)
-    return _pass(graph, state, inputs, known=_Static(options))
+    return _pass(graph, state, inputs, known=Static(options))
 
 
 def beside_sampled(
@@ -62,7 +63,7 @@ def beside_sampled(
     if samples < 2:
         raise ValueError(f"`{caller}` needs samples >= 2. Got {samples}.")
     keys = jax.random.split(jax.random.key(0) if key is None else key, samples)
-    own, known, found = (*nnx.split(model), inputs), _Static(options), []
+    own, known, found = (*nnx.split(model), inputs), Static(options), []
     for run in (partial(_pass, *own), partial(_drawn, *own, keys)):
         jax.block_until_ready(run(known=known))  # compiles
         start = time.perf_counter()
@@ -81,45 +82,25 @@ def spread_factors(sd: Array, sampled: Array) -> Array:
     return jnp.where(jnp.isnan(each), jnp.nanmean(each), each)
 
 
-class _Static:
-    """Keyword arguments as a static argument: arrays count by their values, and stay known."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        self.options = options
-        leaves, tree = jax.tree.flatten(options)
-        arrays = jax.Array | np.ndarray
-        known = [
-            (np.asarray(x).tobytes(), x.shape, str(x.dtype)) if isinstance(x, arrays) else x
-            for x in leaves
-        ]
-        self.key = tree, *known
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self.key == other.key
-
-
 @partial(jax.jit, static_argnums=0, static_argnames="known")
-def _predicted(graph: Any, state: Any, inputs: Any, *, known: _Static) -> Any:
+def _predicted(graph: Any, state: Any, inputs: Any, *, known: Static) -> Any:
     model: Any = nnx.merge(graph, state)
-    return model.likelihood(model(*inputs, **known.options))
+    return model.likelihood(model(*inputs, **known.value))
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="known")
-def _pass(graph: Any, state: Any, inputs: Any, *, known: _Static) -> Any:
+def _pass(graph: Any, state: Any, inputs: Any, *, known: Static) -> Any:
     model: Any = nnx.merge(graph, state)
-    return model(*inputs, **known.options)
+    return model(*inputs, **known.value)
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="known")
-def _drawn(graph: Any, state: Any, inputs: Any, keys: Array, *, known: _Static) -> Any:
+def _drawn(graph: Any, state: Any, inputs: Any, keys: Array, *, known: Static) -> Any:
     """Mean and sd of the sampled networks' outputs."""
     model: Any = nnx.merge(graph, state)
 
     def of_network(key: Array) -> Array:
-        output: Array = as_nnx(model.sample(key))(*inputs, **known.options)
+        output: Array = as_nnx(model.sample(key))(*inputs, **known.value)
         return output
 
     outputs = jax.lax.map(of_network, keys, batch_size=min(len(keys), 10))
