@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance.fields import rebuilt, sequence_shape
+from moment_jax.covariance.fields import by_shapes, rebuilt, sequence_shape
 from moment_jax.covariance.numerics import nonnegative, safe_sqrt
 
 if TYPE_CHECKING:
@@ -405,6 +405,10 @@ class Moments(NamedTuple):
     def features(self) -> Array:
         """The covariance of the last axis at each place, (..., C, C) for a mean (..., C)."""
         return self.cov.token_blocks().reshape(*self.mean.shape, -1)
+
+    def __repr__(self) -> str:
+        """The shapes of the mean and of the covariance's fields."""
+        return by_shapes(self)
 
 
 def check_dense(dense: Array) -> None:

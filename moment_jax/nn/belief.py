@@ -116,6 +116,14 @@ class Belief(Module):
         belief: Posterior = family(mean.reshape(self.shape), *spread)
         return belief
 
+    def __repr__(self) -> str:
+        """One line: the family, the array's type and shape, the prior."""
+        prior = "learned" if self.prior_log_scale is not None else f"N(0, {self.prior_scale:g}^2)"
+        dtype = self.mean[...].dtype
+        return f"Belief({self.family.__name__}, {dtype}{list(self.shape)}, prior {prior})"
+
+    __str__ = __repr__
+
     def scale_by(self, factor: Array | float) -> None:
         """Multiply all standard deviations by a positive number."""
         for name, raw in self.raw.items():

@@ -31,6 +31,12 @@ class Mixture(Module):
             raise TypeError(f"`mj.nn.Mixture` needs a list of mj.Bayesian. Got {members!r}.")
         self.members = nnx.List(members)
 
+    def __repr__(self) -> str:
+        """The number of members, and the first one."""
+        return f"Mixture of {len(self.members)}, the first of which is {self.members[0]!r}"
+
+    __str__ = __repr__
+
     def predict(self, *inputs: Any, batch_size: int = 256, **options: Any) -> Any:
         """The average of the members' predictive distributions, with the same methods as one of them.
 

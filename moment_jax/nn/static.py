@@ -1,6 +1,10 @@
 """Static values of compiled programs: what tells two of them apart, whatever the values hold."""
 
 import dataclasses
+import functools
+import io
+import pickle
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +31,21 @@ class Static:
         self.key = _key(value)
         self.hash = hash(self.key)  # of large graphs it is asked for at every call
 
+    def __reduce__(self) -> Any:
+        """For pickle, which cannot find functions that JAX wrapped, such as nnx.relu, by itself."""
+        file = io.BytesIO()
+        try:
+            _Pickler(file).dump(self.value)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise pickle.PicklingError(
+                "A pickled model needs classes and functions that stand in a module. Got one that does "
+                f"not: {error}. Move it there, or save nnx.state(model) and build the model again."
+            ) from error
+        return _unpickled, (file.getvalue(),)
+
+    def __deepcopy__(self, memo: Any) -> "Static":
+        return self
+
     def __hash__(self) -> int:
         return self.hash
 
@@ -34,6 +53,23 @@ class Static:
         return self is other or (
             isinstance(other, Static) and (self.hash, self.key) == (other.hash, other.key)
         )
+
+
+def _unpickled(data: bytes) -> Static:
+    return Static(pickle.loads(data))
+
+
+class _Pickler(pickle.Pickler):
+    """Stores what stands in a module under its name, whatever its type."""
+
+    def reducer_override(self, x: Any) -> Any:
+        name, module = getattr(x, "__qualname__", None), getattr(x, "__module__", None)
+        if isinstance(x, type) or not (isinstance(name, str) and isinstance(module, str)):
+            return NotImplemented
+        found = functools.reduce(
+            lambda place, part: getattr(place, part, None), name.split("."), sys.modules.get(module)
+        )
+        return name if found is x else NotImplemented
 
 
 class _Itself:
