@@ -47,7 +47,7 @@ def register_fields(cls: type[T]) -> type[T]:
 
 def by_shapes(x: Any) -> str:
     """`Name(field=float32[5,2], ...)` of a dataclass or a named tuple, arrays by type and shape."""
-    if isinstance(x, jax.Array | np.ndarray):
+    if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return f"{x.dtype}[{','.join(map(str, x.shape))}]"
     if dataclasses.is_dataclass(x):
         fields: Any = [field.name for field in dataclasses.fields(x)]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,14 @@ from moment_jax.nn import likelihood as likelihoods
 from moment_jax.nn.belief import Belief, Path, begun, joined, placed
 from moment_jax.nn.inputs import arguments, check_inputs, explain_batch, with_batch
 from moment_jax.nn.modules import Module, as_given, as_nnx, inference_output, is_floating
-from moment_jax.nn.prediction import beside_sampled, compiled_pass, predicted, spread_factors
+from moment_jax.nn.prediction import (
+    Check,
+    as_corrected,
+    beside_sampled,
+    compiled_pass,
+    predicted,
+    spread_factors,
+)
 from moment_jax.nn.static import Static
 from moment_jax.posterior import Factorized, Posterior, sample_params
 from moment_jax.propagation import linearised as linearise
@@ -26,17 +33,6 @@ from moment_jax.propagation import propagate
 from moment_jax.propagation.errors import Steps
 from moment_jax.propagation.propagator import is_random_input
 from moment_jax.xla import inlined, with_automatic_axes
-
-
-class Check(NamedTuple):
-    """One pass beside sampled networks, averaged over all entries of the output."""
-
-    sd_ratio: float  # sd of the pass over the sampled one, mean
-    sd_error: float  # the same, mean |ratio - 1|
-    mean_error: float  # |mean of the pass - sampled mean|, in sampled sds
-    noise: float  # of a sampled sd, relative: `sd_error` cannot be told from it below
-    seconds: float  # of the pass, compiled
-    seconds_sampled: float  # of all sampled networks, compiled
 
 
 class Bayesian(Module):
@@ -52,7 +48,7 @@ class Bayesian(Module):
 
     Args:
       network: a Flax NNX module, or a linen module bound to its variables, `module.bind(variables)`; in
-        inference mode, returning one array.
+        inference mode.
       likelihood: of the targets: `mj.Categorical()`, `mj.Bernoulli()`, `mj.Gaussian(variance)`,
         `mj.Gaussian()` to learn the noise, or `mj.objectives.HeteroscedasticGaussian()`. Needed to
         train and to predict.
@@ -74,6 +70,10 @@ class Bayesian(Module):
       linearised: linearise the network in its weights, which is right for Laplace approximations, see
         `mj.linearised`; covariances are `Full` then, or `Diagonal` if that is the structure.
       batch_axes: the number of leading batch axes of the inputs.
+      output: picks the one array whose moments are wanted out of what the network returns, a tuple, a
+        dict or a dataclass, such as `lambda out: out.logits`. Networks at the means and sampled ones
+        return all that yours does. A model with a lambda cannot be pickled; one with a function of a
+        module can.
 
     Raises:
       TypeError, ValueError: if the network has no parameters or is in training mode, the filter selects
@@ -104,12 +104,14 @@ class Bayesian(Module):
         landmarks: int | None = None,
         linearised: bool = False,
         batch_axes: int = 1,
+        output: Callable[[Any], Any] | None = None,
     ) -> None:
         self._set_options(structure, landmarks, linearised)
         self.batch_axes = batch_axes
         self.kind, self.noise = likelihoods.stored(likelihood)
-        self.name = type(network).__name__
-        network = as_nnx(network)
+        self._output = Static(output)
+        network = as_nnx(network, output)
+        self.name = type(as_given(network)).__name__
         split: Any = nnx.split(network, nnx.Param, ...)
         graph, params, rest = split
         self.graph = Static(graph)
@@ -168,6 +170,11 @@ class Bayesian(Module):
         """The likelihood, a learned noise at its present value; None without one."""
         return likelihoods.present(self.kind, self.noise)
 
+    @property
+    def output(self) -> Any:
+        """The function that picks the output; None for networks that return one array."""
+        return self._output.value
+
     def at_means(self) -> Any:
         """The plain network at the means, of the class that came in."""
         return as_given(self._network(_at_means(self.beliefs)))
@@ -209,7 +216,7 @@ class Bayesian(Module):
 
         `mj.optim` observes the layers of the network at the means by it, in a copy of the model.
         """
-        split: Any = nnx.split(as_nnx(network), nnx.Param, ...)
+        split: Any = nnx.split(as_nnx(network, self.output), nnx.Param, ...)
         graph, params, rest = split
         self.graph, self.rest = Static(graph), nnx.data(rest)
         self.weights = nnx.data(nnx.traversals.unflatten_mapping(dict(nnx.to_flat_state(params))))
@@ -374,7 +381,7 @@ class Bayesian(Module):
             of = propagate(fn, structure=self.structure, landmarks=self.landmarks, receipt=receipt)
 
         def one(beliefs: Any, inputs: Any) -> Any:
-            known = beliefs if self.spread is None else _as_corrected(beliefs)
+            known = beliefs if self.spread is None else as_corrected(beliefs)
             mean, cov, *steps = of(known, *(with_batch(x, axes) for x in inputs))
             if self.spread is not None:
                 cov = cov.rescale(self.spread[...][None])
@@ -402,13 +409,12 @@ class Bayesian(Module):
         network = self._network(_at_means(self.beliefs))
         # `propagate` says itself where random numbers are drawn.
         found = inference_output("mj.Bayesian", network, ones, options, keys=self.linearised)
-        shape = getattr(found, "shape", None)
-        if shape is None or shape[:axes] != (1,) * axes:
+        if found.shape[:axes] != (1,) * axes:
             raise ValueError(
-                "`mj.Bayesian` needs a network that returns one array, with the batch axes of its "
-                f"inputs. Got {found} for one example."
+                "`mj.Bayesian` needs a network whose output has the batch axes of its inputs. Got "
+                f"{tuple(found.shape)} for one example."
             )
-        return tuple(shape[axes:])
+        return tuple(found.shape[axes:])
 
     def _needs_likelihood(self, method: str) -> Any:
         if self.likelihood is None:
@@ -431,17 +437,3 @@ def _at_means(beliefs: Any) -> Any:
         return isinstance(leaf, Posterior)
 
     return jax.tree.map(lambda x: x.mean if is_belief(x) else x, beliefs, is_leaf=is_belief)
-
-
-@jax.custom_jvp
-def _as_corrected(beliefs: Any) -> Any:
-    """Beliefs that have no derivative, for the spread was found at their values."""
-    return beliefs
-
-
-@_as_corrected.defjvp
-def _refused(*_: Any) -> Any:
-    raise ValueError(
-        "A corrected model has factors that hold for its present beliefs. Got a derivative by them. "
-        "Train the model that `corrected` was called on, or model.replace(), and correct it afterwards."
-    )

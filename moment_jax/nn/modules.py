@@ -1,6 +1,8 @@
 """Networks as they come in: NNX modules, linen modules with their variables, in inference mode."""
 
+import dataclasses
 import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -10,6 +12,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 from jax.interpreters import partial_eval
 
+from moment_jax.covariance.fields import by_shapes
 from moment_jax.nn.static import Static
 
 FLOATING = nnx.All(nnx.Param, lambda _, x: is_floating(x))  # a filter
@@ -77,8 +80,44 @@ class Raveled(nnx.Module):
         return self.network(*inputs, **options)
 
 
-def as_nnx(network: Any) -> nnx.Module:
-    """The network as an NNX module; raises for anything else."""
+class Picked(nnx.Module):
+    """A network of which one output is used; its variables stand under its own paths.
+
+    Args:
+      network: what is taken apart; its variables are shared.
+      output: picks the array out of what the network returns.
+    """
+
+    def __init__(self, network: nnx.Module, output: Static) -> None:
+        graph, state = nnx.split(network)
+        self._graph, self._output = Static(graph), output
+        flat: Any = dict(nnx.to_flat_state(state))
+        for name, part in nnx.traversals.unflatten_mapping(flat).items():
+            setattr(self, name, nnx.data(part))
+
+    @property
+    def network(self) -> Any:
+        """The network in its own class, on the same variables."""
+        return nnx.merge(self._graph.value, nnx.state(self))
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        return self._output.value(self.network(*inputs, **options))
+
+
+def as_nnx(network: Any, output: Callable[[Any], Any] | None = None) -> nnx.Module:
+    """The network as an NNX module whose output is picked by `output`; raises for anything else."""
+    plain = _as_nnx(network)
+    if output is None:
+        return plain
+    if not callable(output):
+        raise TypeError(
+            f"`output` needs a function of what the network returns. Got {output!r}. Give it as "
+            "lambda out: out.logits."
+        )
+    return Picked(plain, Static(output))
+
+
+def _as_nnx(network: Any) -> nnx.Module:
     if hasattr(type(network), "beliefs"):
         raise TypeError("`mj.Bayesian` needs a plain network. Got a Bayesian; use its at_means().")
     if isinstance(network, nnx.Module):
@@ -100,13 +139,20 @@ def as_given(network: nnx.Module) -> Any:
     """The network in its own class: a linen module is bound again."""
     if isinstance(network, Raveled):
         network = network.network
+    if isinstance(network, Picked):
+        network = network.network
     return network.module.value.bind(network.variables) if isinstance(network, Linen) else network
 
 
 def inference_output(
     caller: str, network: nnx.Module, inputs: tuple[Any, ...], options: Any, *, keys: bool = True
 ) -> Any:
-    """The shape of `network(*inputs)`; raises if it depends on random keys, or writes statistics."""
+    """Shape and type of `network(*inputs)`.
+
+    Raises:
+      TypeError: if it is not one array. ValueError: if it depends on random keys, or statistics are
+        written.
+    """
     # What layers report or draw is no state that the next call would need.
     stored = nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate))
     split: Any = nnx.split(network, nnx.RngState, stored, ...)
@@ -119,7 +165,7 @@ def inference_output(
         return before, model(*inputs, **options), nnx.state(model, stored)
 
     if random + written == 0:
-        return jax.eval_shape(run, state, inputs)[1]
+        return _one_array(caller, jax.eval_shape(run, state, inputs)[1])
     closed, found = jax.make_jaxpr(run, return_shape=True)(state, inputs)
     outvars, outputs = closed.jaxpr.outvars, len(jax.tree.leaves(found[1]))
     before = len(jax.tree.leaves(found[0]))
@@ -132,7 +178,28 @@ def inference_output(
             f"`{caller}` needs a network in inference mode. Got one that {what}. Call network.eval() "
             "first, or set deterministic=True, use_running_average=True and decode=False."
         )
-    return found[1]
+    return _one_array(caller, found[1])
+
+
+def _one_array(caller: str, found: Any) -> Any:
+    if hasattr(found, "shape"):
+        return found
+    if dataclasses.is_dataclass(found):
+        names = (field.name for field in dataclasses.fields(found))
+        parts = {f".{name}": getattr(found, name) for name in names}
+    elif isinstance(found, Mapping):
+        parts = {f"[{name!r}]": part for name, part in found.items()}
+    else:
+        parts = {
+            f"[{i}]": x for i, x in enumerate(found if isinstance(found, list | tuple) else ())
+        }
+    shown = {name: by_shapes(x) for name, x in parts.items() if hasattr(x, "shape")}
+    came = ", ".join(f"out{name} = {array}" for name, array in shown.items()) or "no array in it"
+    mend = f"Give output=lambda out: out{next(iter(shown))}." if shown else "Return an array."
+    raise TypeError(
+        f"`{caller}` needs a network that returns one array, or output= to pick it. Got "
+        f"{type(found).__name__}: {came}. {mend}"
+    )
 
 
 def is_floating(value: Any) -> bool:
