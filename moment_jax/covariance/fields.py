@@ -31,7 +31,7 @@ def register_fields(cls: type[T]) -> type[T]:
     may be defined again under the same name, as in a notebook.
     """
     shown: Any = cls
-    shown.__repr__ = by_shapes
+    shown.__repr__, shown.__getattr__ = by_shapes, no_such
     keys = [jax.tree_util.GetAttrKey(field.name) for field in dataclasses.fields(cls)]
 
     def flatten(instance: T) -> tuple[list[tuple[object, object]], None]:
@@ -55,6 +55,13 @@ def by_shapes(x: Any) -> str:
         return repr(x)
     parts = ", ".join(f"{name}={by_shapes(getattr(x, name))}" for name in fields)
     return f"{type(x).__name__}({parts})"
+
+
+def no_such(x: Any, name: str) -> Any:
+    """For a wrong name, an AttributeError that lists the right ones."""
+    known = {*dir(type(x)), *getattr(x, "__dataclass_fields__", ())}
+    names = "" if name.startswith("_") else ", ".join(sorted(n for n in known if n[0] != "_"))
+    raise AttributeError(f"`{type(x).__name__}` has no {name}. It has {names}.", name=name, obj=x)
 
 
 def rebuilt(cls: Any, leaves: Iterable[object]) -> Any:

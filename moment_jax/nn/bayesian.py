@@ -13,10 +13,11 @@ from jax import Array
 
 from moment_jax import objectives
 from moment_jax.covariance import STRUCTURES, Covariance, Diagonal, Full, Moments, Separable
+from moment_jax.covariance.fields import known_values
 from moment_jax.covariance.token_gram import num_landmarks
 from moment_jax.nn import likelihood as likelihoods
 from moment_jax.nn.belief import Belief, Path, begun, joined, placed
-from moment_jax.nn.inputs import arguments, check_inputs, explain_batch, with_batch
+from moment_jax.nn.inputs import arguments, check_inputs, check_key, explain_batch, with_batch
 from moment_jax.nn.modules import Module, as_given, as_nnx, inference_output, is_floating
 from moment_jax.nn.prediction import (
     Check,
@@ -181,6 +182,7 @@ class Bayesian(Module):
 
     def sample(self, key: Array) -> Any:
         """The plain network of one draw of the weights, of the class that came in."""
+        check_key("sample", key)
         return as_given(self._network(inlined(sample_params)(self.beliefs, key)))
 
     def kl(self) -> Array:
@@ -189,6 +191,9 @@ class Bayesian(Module):
 
     def scaled(self, factor: Array | float) -> Self:
         """A copy with all standard deviations multiplied by a positive number."""
+        known = known_values(factor)
+        if known is not None and not (known >= 0).all():
+            raise ValueError(f"`scaled` needs a factor that is not negative. Got {factor}.")
         copy = nnx.clone(self)
         copy.spread = nnx.data(None)  # it was found with the standard deviations before
         for belief in copy.owned.values():
@@ -306,6 +311,7 @@ class Bayesian(Module):
 
     def explain(self, *inputs: Any, **options: Any) -> Steps:
         """The operations of a pass, the rule that took each and what it assumes; prints as a table."""
+        check_inputs(inputs, self.batch_axes, self.structure)
         steps: Steps = Steps()
 
         def run(inputs: Any) -> Any:

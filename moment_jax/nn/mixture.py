@@ -27,8 +27,12 @@ class Mixture(Module):
     """
 
     def __init__(self, members: Sequence[Bayesian]) -> None:
-        if not members or not all(isinstance(x, Bayesian) for x in members):
-            raise TypeError(f"`mj.nn.Mixture` needs a list of mj.Bayesian. Got {members!r}.")
+        known = list(members) if isinstance(members, Sequence) else [members]
+        if not isinstance(members, Sequence) or not all(isinstance(x, Bayesian) for x in known):
+            came = ", ".join(type(x).__name__ for x in known)
+            raise TypeError(f"`mj.nn.Mixture` needs a list of mj.Bayesian. Got {came}.")
+        if not known:
+            raise TypeError("`mj.nn.Mixture` needs a list of mj.Bayesian. Got an empty one.")
         self.members = nnx.List(members)
 
     def __repr__(self) -> str:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
+from flax.errors import InvalidRngError, ModifyScopeVariableError
 from jax import Array
 from jax.flatten_util import ravel_pytree
 from jax.interpreters import partial_eval
@@ -15,6 +16,7 @@ from jax.interpreters import partial_eval
 from moment_jax.covariance.fields import by_shapes
 from moment_jax.nn.static import Static
 
+DRAWS, WRITES = "draws random numbers", "writes statistics, a cache or other state"
 FLOATING = nnx.All(nnx.Param, lambda _, x: is_floating(x))  # a filter
 
 
@@ -129,10 +131,12 @@ def _as_nnx(network: Any) -> nnx.Module:
                 f"{type(network).__name__}. Use module.bind(variables)."
             )
         return Linen(*network.unbind())
-    raise TypeError(
-        f"`mj.Bayesian` needs a Flax module. Got {type(network).__name__}. For a function of "
-        "parameters, use mj.propagate(fn)(params, x)."
-    )
+    if isinstance(network, type):
+        came, mend = f"the class {network.__name__}", "Give an object of it."
+    else:
+        came = type(network).__name__
+        mend = "For a function of parameters, use mj.propagate(fn)(params, x)."
+    raise TypeError(f"`mj.Bayesian` needs a Flax module. Got {came}. {mend}")
 
 
 def as_given(network: nnx.Module) -> Any:
@@ -164,20 +168,24 @@ def inference_output(
         before = jax.tree.map(lambda x: x, nnx.state(model, stored))
         return before, model(*inputs, **options), nnx.state(model, stored)
 
+    mode = (
+        f"`{caller}` needs a network in inference mode. Got one that {{}}. Call network.eval() first, "
+        "or set deterministic=True, use_running_average=True and decode=False."
+    )
+    try:
+        closed, found = jax.make_jaxpr(run, return_shape=True)(state, inputs)
+    except (InvalidRngError, ModifyScopeVariableError) as error:
+        draws = isinstance(error, InvalidRngError)
+        raise ValueError(mode.format(DRAWS if draws else WRITES)) from error
     if random + written == 0:
-        return _one_array(caller, jax.eval_shape(run, state, inputs)[1])
-    closed, found = jax.make_jaxpr(run, return_shape=True)(state, inputs)
+        return _one_array(caller, found[1])
     outvars, outputs = closed.jaxpr.outvars, len(jax.tree.leaves(found[1]))
     before = len(jax.tree.leaves(found[0]))
     changed = outvars[:before] != outvars[before + outputs :]
     of_output = [before <= i < before + outputs for i in range(len(outvars))]
     _, used = partial_eval.dce_jaxpr(closed.jaxpr, of_output)
     if changed or (keys and any(used[:random])):
-        what = "writes statistics, a cache or other state" if changed else "draws random numbers"
-        raise ValueError(
-            f"`{caller}` needs a network in inference mode. Got one that {what}. Call network.eval() "
-            "first, or set deterministic=True, use_running_average=True and decode=False."
-        )
+        raise ValueError(mode.format(WRITES if changed else DRAWS))
     return _one_array(caller, found[1])
 
 

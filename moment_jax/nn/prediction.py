@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from moment_jax.nn.inputs import arguments
+from moment_jax.nn.inputs import arguments, check_inputs, check_key
 from moment_jax.nn.modules import as_nnx
 from moment_jax.nn.static import Static
 from moment_jax.xla import inlined
@@ -70,10 +70,12 @@ def beside_sampled(
     model: Any, caller: str, x: Any, key: Array | None, samples: int, options: Any
 ) -> list[Any]:
     """One pass, and mean and sd of sampled networks, each with its seconds, compiled."""
-    inputs = arguments(x)
+    inputs, key = arguments(x), jax.random.key(0) if key is None else key
+    check_inputs(inputs, model.batch_axes, model.structure)
+    check_key(caller, key)
     if samples < 2:
         raise ValueError(f"`{caller}` needs samples >= 2. Got {samples}.")
-    keys = jax.random.split(jax.random.key(0) if key is None else key, samples)
+    keys = jax.random.split(key, samples)
     own, known, found = (*nnx.split(model), inputs), Static(options), []
     for run in (partial(_pass, *own), partial(_drawn, *own, keys)):
         jax.block_until_ready(run(known=known))  # compiles
