@@ -59,7 +59,7 @@ def by_shapes(x: Any) -> str:
 
 def no_such(x: Any, name: str) -> Any:
     """For a wrong name, an AttributeError that lists the right ones."""
-    known = {*dir(type(x)), *getattr(x, "__dataclass_fields__", ())}
+    known = {*dir(type(x)), *getattr(type(x), "__dataclass_fields__", ())}
     names = "" if name.startswith("_") else ", ".join(sorted(n for n in known if n[0] != "_"))
     raise AttributeError(f"`{type(x).__name__}` has no {name}. It has {names}.", name=name, obj=x)
 

@@ -203,7 +203,8 @@ def _one_array(caller: str, found: Any) -> Any:
         }
     shown = {name: by_shapes(x) for name, x in parts.items() if hasattr(x, "shape")}
     came = ", ".join(f"out{name} = {array}" for name, array in shown.items()) or "no array in it"
-    mend = f"Give output=lambda out: out{next(iter(shown))}." if shown else "Return an array."
+    first = next((name for name in shown if "logits" in name), next(iter(shown), None))
+    mend = "Return an array." if first is None else f"Give output=lambda out: out{first}."
     raise TypeError(
         f"`{caller}` needs a network that returns one array, or output= to pick it. Got "
         f"{type(found).__name__}: {came}. {mend}"
