@@ -21,6 +21,7 @@ from sklearn.model_selection import train_test_split
 
 import moment_jax as mj
 from experiments import data
+from experiments.autoencoder import DiscreteAutoencoder
 from experiments.checkpoints import run_folder
 from experiments.command_line import Parser
 from experiments.networks import BELIEF
@@ -105,18 +106,16 @@ def load() -> Binary:
     return Binary(train, validation, test)
 
 
-def autoencoder(seed: int) -> mj.nn.DiscreteAutoencoder:
+def autoencoder(seed: int) -> DiscreteAutoencoder:
     """The plain Transformer autoencoder."""
-    return mj.nn.DiscreteAutoencoder.transformers(
+    return DiscreteAutoencoder.transformers(
         image_size=data.IMAGE_SIZE, patch_size=PATCH_SIZE, num_codes=NUM_CODES,
-        num_features=NUM_FEATURES, num_heads=NUM_HEADS, num_encoder_blocks=NUM_BLOCKS,
-        num_decoder_blocks=NUM_BLOCKS, hidden_features=HIDDEN_FEATURES, rngs=nnx.Rngs(seed),
+        num_features=NUM_FEATURES, num_heads=NUM_HEADS, num_blocks=NUM_BLOCKS,
+        hidden_features=HIDDEN_FEATURES, rngs=nnx.Rngs(seed),
     )  # fmt: skip
 
 
-def bayesian_autoencoder(
-    plain: mj.nn.DiscreteAutoencoder, structure: str
-) -> mj.nn.DiscreteAutoencoder:
+def bayesian_autoencoder(plain: DiscreteAutoencoder, structure: str) -> DiscreteAutoencoder:
     """The same with all weights random, its prior scales learned."""
     return plain.bayesian(structure=mj.STRUCTURES[structure], learn_prior=True, **BELIEF)
 
@@ -128,16 +127,13 @@ def _batch(images: np.ndarray, size: int, key: Array, step: Array) -> tuple[Arra
     return jnp.asarray(images)[chosen], jax.random.fold_in(draw_key, step)
 
 
-def _validation(images: np.ndarray, **options: Any) -> Callable[[Any, Any], Array]:
-    """A network's negative ELBO, by a few draws of hard codes, always the same.
-
-    `options` are further arguments of its `negative_elbo`.
-    """
+def _validation(images: np.ndarray) -> Callable[[Any, Any], Array]:
+    """A network's negative ELBO given its weights' distribution, by a few draws of hard codes."""
+    options = {"dataset_size": len(images), "straight_through": True}
     repeated = jnp.tile(jnp.asarray(images), (VALIDATION_DRAWS, 1, 1))
 
     def score(network: Any, _: Any) -> Array:
-        key = jax.random.key(0)
-        bound = network.negative_elbo(repeated, key, 1.0, straight_through=True, **options)
+        bound = network.negative_elbo(repeated, jax.random.key(0), 1.0, **options)
         return jnp.mean(bound.reconstruction + bound.code_kl)
 
     return score
@@ -152,7 +148,8 @@ def plain_task(images: Binary, num_steps: int, batch_size: int) -> Task:
 
     def loss(network: Any, key: Array, step: Array) -> Array:
         batch, draw_key = _batch(images.train, batch_size, key, step)
-        bound = network.negative_elbo(batch, draw_key, temperature(step))
+        size = len(images.train)
+        bound = network.negative_elbo(batch, draw_key, temperature(step), dataset_size=size)
         weight = mj.objectives.kl_warmup(step, int(KL_WARM_UP * num_steps))
         return bound.reconstruction.mean() + weight * bound.code_kl.mean()
 
@@ -176,7 +173,7 @@ def bayesian_task(images: Binary, num_steps: int, batch_size: int, **settings: A
         return network.negative_elbo(batch, draw_key, PLAIN["floor"], **weights).total.mean()
 
     optimizer = clipped_adam(LEARNING_RATE, num_steps, norm=100.0)
-    validate = _validation(images.validation, dataset_size=size)
+    validate = _validation(images.validation)
     settings |= {"batch_size": batch_size}
     return Task(BAYESIAN, loss, optimizer, num_steps, validate, settings=settings)
 
@@ -208,18 +205,16 @@ class Scores(NamedTuple):
         }
 
 
-def score(
-    network: mj.nn.DiscreteAutoencoder, images: np.ndarray, key: Array, num_draws: int
-) -> Scores:
+def score(network: DiscreteAutoencoder, images: np.ndarray, key: Array, num_draws: int) -> Scores:
     """The negative ELBO of images by exact draws of hard codes; by moments where weights are random."""
-    target = network.cut(jnp.asarray(images))
-    log_probs = jax.jit(network.code_log_probs)(jnp.asarray(images))
+    target = jnp.asarray(images)
+    log_probs = jax.jit(network.code_log_probs)(target)
 
     @jax.jit
     def draw(key: Array) -> tuple[Array, Array]:
         codes = mj.discrete.gumbel_max(key, log_probs)
         z = jax.nn.one_hot(codes, network.num_codes)
-        return codes, -network.log_likelihood(target, network.decode(z))
+        return codes, -network.log_likelihood(target, z)
 
     drawn = [draw(jax.random.fold_in(key, i)) for i in range(num_draws)]
     code_kl = np.asarray(mj.discrete.categorical_kl(log_probs).sum(axis=-1))

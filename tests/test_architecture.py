@@ -29,16 +29,7 @@ MAY_IMPORT = {
     },
     "discrete": {"covariance", "layers"},
     "decoding": {"covariance", "objectives", "discrete"},
-    "nn": {
-        "xla",
-        "covariance",
-        "expectations",
-        "posterior",
-        "layers",
-        "propagation",
-        "objectives",
-        "discrete",
-    },
+    "nn": {"xla", "covariance", "expectations", "posterior", "layers", "propagation", "objectives"},
     "brownian": {"xla", "linalg", "covariance"},
     # optim taps the inputs of Flax's layers and of those in nn, so it stands above nn.
     "optim": {"xla", "linalg", "posterior", "layers", "nn"},

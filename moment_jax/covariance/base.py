@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance.fields import rebuilt, sequence_shape
+from moment_jax.covariance.fields import by_shapes, no_such, rebuilt, sequence_shape
 from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt, vector_cov
 from moment_jax.xla import diagonal_matrix
 
@@ -225,6 +225,13 @@ class Covariance(abc.ABC):
         """Var[x_td], (..., T, D), never negative."""
         return nonnegative(jnp.einsum("...tdtd->...td", self.to_dense()))
 
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        """None: NumPy would make an object of it."""
+        raise TypeError(
+            "A covariance is not an array. Use cov.to_dense(), cov.variance() or cov.sd(); of one "
+            "example of a batch, jax.tree.map(lambda x: x[0], cov)."
+        )
+
     def sd(self) -> Array:
         """The standard deviation of each entry, (..., T, D)."""
         return safe_sqrt(self.variance())
@@ -414,6 +421,14 @@ class Moments(NamedTuple):
     def features(self) -> Array:
         """The covariance of the last axis at each place, (..., C, C) for a mean (..., C)."""
         return self.cov.token_blocks().reshape(*self.mean.shape, -1)
+
+    def __getattr__(self, name: str) -> Any:
+        """For a wrong name; those of properties are above."""
+        return no_such(self, name)
+
+    def __repr__(self) -> str:
+        """The shapes of the mean and of the covariance's fields."""
+        return by_shapes(self)
 
 
 def check_dense(dense: Array) -> None:

@@ -25,9 +25,13 @@ def register_fields(cls: type[T]) -> type[T]:
     transformations: `jacfwd` and `hessian` append axes, `vmap(out_axes=1)` inserts one, and factored
     optimisers summarise each array.
 
+    Its repr shows the shapes of arrays, for those of a batch fill screens.
+
     The library's own classes can appear in functions saved with `jax.export`. A user's class cannot: it
     may be defined again under the same name, as in a notebook.
     """
+    shown: Any = cls
+    shown.__repr__, shown.__getattr__ = by_shapes, no_such
     keys = [jax.tree_util.GetAttrKey(field.name) for field in dataclasses.fields(cls)]
 
     def flatten(instance: T) -> tuple[list[tuple[object, object]], None]:
@@ -39,6 +43,25 @@ def register_fields(cls: type[T]) -> type[T]:
         name = f"moment_jax.{cls.__name__}"
         export.register_pytree_node_serialization(cls, serialized_name=name, **none)
     return cls
+
+
+def by_shapes(x: Any) -> str:
+    """`Name(field=float32[5,2], ...)` of a dataclass or a named tuple, arrays by type and shape."""
+    if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+    if dataclasses.is_dataclass(x):
+        fields: Any = [field.name for field in dataclasses.fields(x)]
+    elif not (fields := getattr(x, "_fields", ())):
+        return repr(x)
+    parts = ", ".join(f"{name}={by_shapes(getattr(x, name))}" for name in fields)
+    return f"{type(x).__name__}({parts})"
+
+
+def no_such(x: Any, name: str) -> Any:
+    """For a wrong name, an AttributeError that lists the right ones."""
+    known = {*dir(type(x)), *getattr(type(x), "__dataclass_fields__", ())}
+    names = "" if name.startswith("_") else ", ".join(sorted(n for n in known if n[0] != "_"))
+    raise AttributeError(f"`{type(x).__name__}` has no {name}. It has {names}.", name=name, obj=x)
 
 
 def rebuilt(cls: Any, leaves: Iterable[object]) -> Any:

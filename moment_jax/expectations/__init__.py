@@ -16,7 +16,6 @@ from moment_jax.expectations.recognition import of
 from moment_jax.expectations.softmax import (
     SoftmaxExpansion,
     expected_softmax_jacobian,
-    logsumexp_mean,
     softmax_expansion,
     softmax_jacobian,
 )
@@ -24,6 +23,6 @@ from moment_jax.expectations.softmax_mean import ScoreCovariance, expected_softm
 
 __all__ = [
     "ElementwiseMoments", "ScoreCovariance", "SoftmaxExpansion", "elementwise",
-    "expected_softmax", "expected_softmax_jacobian", "gelu", "logsumexp_mean", "masked_softmax",
+    "expected_softmax", "expected_softmax_jacobian", "gelu", "masked_softmax",
     "of", "piecewise_linear", "rectified", "softmax_expansion", "softmax_jacobian",
 ]  # fmt: skip

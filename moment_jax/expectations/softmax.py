@@ -1,4 +1,4 @@
-"""Softmax of one row of Gaussian scores: mean, covariance, expected Jacobian; mean logsumexp.
+"""Softmax of one row of Gaussian scores: mean, covariance, expected Jacobian.
 
 Letters: q is E[softmax], R the scores' covariance, J and X the Jacobian at q and the expected one.
 """
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.expectations.softmax_mean import expected_softmax, masked_softmax
+from moment_jax.expectations.softmax_mean import expected_softmax
 from moment_jax.xla import diagonal_matrix, diagonal_of, materialized
 
 Pair = tuple[Array, Array]
@@ -67,33 +67,6 @@ def softmax_expansion(mean: Array, cov: Array, mask: Array | None = None) -> Sof
 
 def _trace(matrix: Array) -> Array:
     return jnp.sum(diagonal_of(matrix))
-
-
-def logsumexp_mean(mean: Array, cov: Array, *, mask: Array | None = None) -> Array:
-    """An upper bound on E[logsumexp(s)] for one row of scores s ~ N(mean, cov).
-
-    E[logsumexp(s)] <= logsumexp(mean + diag(cov) / 2 - cov a) + a^T cov a / 2 for every distribution a.
-    The best a solves a = softmax(mean + diag(cov) / 2 - cov a); this takes one damped step towards it
-    from E[softmax]. (A lower bound is logsumexp(mean), by Jensen.) The bound exceeds the samples by
-    0.0004, 0.04 and 0.5 at score sd 0.3, 1 and 2 (16 scores).
-
-    Arguments and errors are those of `softmax_expansion`.
-
-    Returns:
-      The bound, a scalar (-inf if every entry is masked).
-
-    Source: Knowles and Minka (2011), "Non-conjugate variational message passing", section 5.
-    """
-    mean, cov, keep = checked_row("logsumexp_mean", mean, cov, mask)
-    row = _Row(cov)
-    diag_R = row.variance()
-    raised = jnp.where(keep, mean, 0.0) + 0.5 * diag_R
-    a = _mean(mean, cov, keep)
-    Ra = row.matvec(a)
-    step = 1 / (1 + 0.5 * jnp.maximum(jnp.vdot(a, diag_R) - jnp.vdot(a, Ra), 0.0))
-    a = (1 - step) * a + step * masked_softmax(raised - Ra, keep)
-    Ra = row.matvec(a)
-    return jax.nn.logsumexp(raised - Ra, where=keep) + 0.5 * jnp.vdot(a, Ra)
 
 
 def _hessian_term(q: Array, cov: Array, J: Array) -> Array:

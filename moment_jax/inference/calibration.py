@@ -13,7 +13,7 @@ from moment_jax.covariance import Covariance, Separable
 from moment_jax.inference import data as checks
 from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.likelihood import LogNoise
-from moment_jax.nn.plain import as_nnx, is_floating
+from moment_jax.nn.modules import as_nnx, is_floating
 from moment_jax.posterior import Factorized
 
 LOG_FACTORS = math.log(2) * np.arange(-10, 1)  # of an array's root mean square: .001 to 1
@@ -28,6 +28,7 @@ def calibrate(
     structure: type[Covariance] = Separable,
     landmarks: int | None = None,
     batch_size: int = 256,
+    output: Callable[[Any], Any] | None = None,
 ) -> Bayesian:
     """A trained network with noise on its weights, as much as held-out data call for.
 
@@ -53,6 +54,7 @@ def calibrate(
       structure: in which covariances are kept.
       landmarks: see `mj.Bayesian`.
       batch_size: examples in one pass.
+      output: picks the one array out of what the network returns, see `mj.Bayesian`.
 
     Returns:
       A `mj.Bayesian` with `Factorized` beliefs.
@@ -72,7 +74,7 @@ def calibrate(
     """
     checks.likelihood("calibrate", likelihood)
     checks.positive("calibrate", batch_size=batch_size)
-    plain = as_nnx(network)
+    plain = as_nnx(network, output)
     inputs, targets, _ = checks.data("calibrate", plain, likelihood, held_out)
     params = dict(nnx.to_flat_state(nnx.state(plain, nnx.Param)))
     chosen = {path for path, _ in nnx.to_flat_state(nnx.state(plain, nnx.All(nnx.Param, random)))}
@@ -85,7 +87,7 @@ def calibrate(
     )
     options: Any = {"structure": structure, "landmarks": landmarks}
     beliefs = nnx.traversals.unflatten_mapping(tree)
-    model = Bayesian(network, likelihood, beliefs=beliefs, **options)
+    model = Bayesian(plain, likelihood, beliefs=beliefs, **options)
 
     def at(log_factor: float) -> tuple[float, Bayesian]:
         """Log density of the held-out data, and the model with this factor and its best noise."""

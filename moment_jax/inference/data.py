@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moment_jax.nn.plain import inference_output
+from moment_jax.nn.modules import inference_output
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
 
 REAL = (Gaussian, HeteroscedasticGaussian)

@@ -19,7 +19,7 @@ from moment_jax.inference.laplace_approximation import NUMBERS, LaplaceReceipt, 
 from moment_jax.inference.standardised import Standardised, columns, columns_of, of_outputs
 from moment_jax.inference.training import Training
 from moment_jax.nn.bayesian import Bayesian
-from moment_jax.nn.plain import FLOATING, Raveled
+from moment_jax.nn.modules import FLOATING, Raveled
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
 from moment_jax.posterior import FullNormal
 

@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ from moment_jax.inference.laplace_approximation import LaplaceReceipt
 from moment_jax.nn import likelihood as likelihoods
 from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.mixture import Mixture
-from moment_jax.nn.plain import FLOATING, as_nnx
+from moment_jax.nn.modules import FLOATING, as_nnx
 from moment_jax.objectives import Gaussian
 
 SETTLED = 0.05  # nats for each example: the last change of the log evidence
@@ -53,6 +54,7 @@ def fit(
     seed: int = 0,
     progress: bool | None = None,
     receipt: bool = False,
+    output: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Train a belief about a network's weights, by the evidence or by the analytic ELBO, with Adam.
 
@@ -101,6 +103,7 @@ def fit(
       seed: of the held-out split, the batches and the members' starts.
       progress: show a progress bar (tqdm, on stderr); None means if stderr is a terminal.
       receipt: also return a `FitReceipt`: the history, whether it converged, which objective and why.
+      output: picks the one array out of what a plain network returns, see `mj.Bayesian`.
 
     Returns:
       A `mj.Bayesian`, or a `mj.nn.Mixture` of several members: `model.predict(x)`,
@@ -133,7 +136,12 @@ def fit(
         likelihood = _own_likelihood(network, likelihood)
     else:
         checks.likelihood("fit", likelihood)
-    plain = as_nnx(network.at_means() if isinstance(network, Bayesian) else network)
+    if isinstance(network, Bayesian):
+        rule, mend = "output= of a plain network", "Give it to mj.Bayesian(output=...)."
+        checks.need("fit", output is None, rule, "a Bayesian", mend)
+        plain = as_nnx(network.at_means(), network.output)
+    else:
+        plain = as_nnx(network, output)
     inputs, targets, shape = checks.data("fit", plain, likelihood, data)
     course = Course(max_steps or (EVIDENCE_STEPS if objective == "evidence" else ELBO_STEPS), shown)
     evidence: tuple[LaplaceReceipt, ...] = ()

@@ -3,6 +3,7 @@
 import functools
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from moment_jax.inference import data as checks
 from moment_jax.inference.curvature import Arrays, Curvature, Frame, by_path
 from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.belief import matrix_shape
-from moment_jax.nn.plain import as_nnx, is_floating
+from moment_jax.nn.modules import as_nnx, is_floating
 from moment_jax.objectives import Categorical, Gaussian, HeteroscedasticGaussian
 from moment_jax.posterior import Factorized, FullNormal, KroneckerEigen, Posterior
 
@@ -46,6 +47,7 @@ def laplace(
     prior_mean: Any = None,
     batch_size: int = 256,
     receipt: bool = False,
+    output: Callable[[Any], Any] | None = None,
 ) -> Any:
     """A trained network with the belief N(weights, (GGN + prior precision)^-1) about its weights.
 
@@ -80,6 +82,7 @@ def laplace(
       prior_mean: centre of the prior, a tree of parameters; zero for None and what it omits.
       batch_size: number of backward passes at once, at most; fewer for large networks.
       receipt: also return a `LaplaceReceipt`: log evidence, prior precisions, noise variance.
+      output: picks the one array out of what the network returns, see `mj.Bayesian`.
 
     Returns:
       A linearised `mj.Bayesian`, whose `beliefs` are `KroneckerEigen`, `FullNormal` or `Factorized`.
@@ -108,7 +111,7 @@ def laplace(
             "leave them out."
         )
     checks.positive("laplace", prior_precision=prior_precision, batch_size=batch_size)
-    plain = as_nnx(network)
+    plain = as_nnx(network, output)
     split: Any = nnx.split(plain, nnx.All(nnx.Param, random, lambda _, x: is_floating(x)), ...)
     graph, *state = split
     frame, known = tuple(state), by_path(state[0])
@@ -151,7 +154,7 @@ def laplace(
     tree = {path: beliefs.get("/".join(map(str, path)), x) for path, x in flat}
     tree = nnx.traversals.unflatten_mapping(tree)
     known_noise = Gaussian(found.noise_variance) if noiseless == Gaussian() else likelihood
-    model = Bayesian(network, known_noise, beliefs=tree, linearised=True)
+    model = Bayesian(plain, known_noise, beliefs=tree, linearised=True)
     return (model, found) if receipt else model
 
 

@@ -153,12 +153,6 @@ def scaled(scores: Array, scale: Array | None, bias: Array | None) -> Array:
     return scores if bias is None else scores + bias
 
 
-def scaled(scores: Array, scale: Array | None, bias: Array | None) -> Array:
-    """The mean scores q k^T / sqrt(K) with their scale and their bias."""
-    scores = scores if scale is None else scale * scores
-    return scores if bias is None else scores + bias
-
-
 def kept_jacobian(found: Array, second: Array, averaged: Array) -> tuple[Array, Array]:
     """The average fraction of its Jacobian that the softmax keeps under noise, and a bound, per row.
 

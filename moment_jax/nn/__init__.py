@@ -1,8 +1,6 @@
 """Ordinary Flax networks, and beliefs about the weights of any: see `mj.Bayesian`."""
 
-from moment_jax.nn.bayesian import Check
 from moment_jax.nn.belief import Belief, PriorScale, VariationalMean, VariationalScale
-from moment_jax.nn.discrete_autoencoder import DiscreteAutoencoder, NegativeElbo
 from moment_jax.nn.mixture import Mixture
 from moment_jax.nn.networks import (
     MLP,
@@ -16,10 +14,10 @@ from moment_jax.nn.networks import (
     Transformer,
     VisionTransformer,
 )
+from moment_jax.nn.prediction import Check
 
 __all__ = [
-    "MLP", "Belief", "Check", "Decoder", "DecoderBlock", "DiscreteAutoencoder", "Encoder",
-    "EncoderBlock", "LearnedPositions", "Mixture", "NegativeElbo", "Patches", "PriorScale",
-    "TokenTransformer", "Transformer", "VariationalMean", "VariationalScale",
-    "VisionTransformer",
+    "MLP", "Belief", "Check", "Decoder", "DecoderBlock", "Encoder", "EncoderBlock",
+    "LearnedPositions", "Mixture", "Patches", "PriorScale", "TokenTransformer", "Transformer",
+    "VariationalMean", "VariationalScale", "VisionTransformer",
 ]  # fmt: skip

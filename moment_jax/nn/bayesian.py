@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,21 @@ from jax import Array
 
 from moment_jax import objectives
 from moment_jax.covariance import STRUCTURES, Covariance, Diagonal, Full, Moments, Separable
+from moment_jax.covariance.fields import known_values
 from moment_jax.covariance.token_gram import num_landmarks
 from moment_jax.nn import likelihood as likelihoods
-from moment_jax.nn import plain
 from moment_jax.nn.belief import Belief, Path, begun, joined, placed
-from moment_jax.nn.prediction import beside_sampled, compiled_pass, predicted, spread_factors
+from moment_jax.nn.inputs import arguments, check_inputs, check_key, explain_batch, with_batch
+from moment_jax.nn.modules import Module, as_given, as_nnx, inference_output, is_floating
+from moment_jax.nn.prediction import (
+    Check,
+    as_corrected,
+    beside_sampled,
+    compiled_pass,
+    predicted,
+    spread_factors,
+)
+from moment_jax.nn.static import Static
 from moment_jax.posterior import Factorized, Posterior, sample_params
 from moment_jax.propagation import linearised as linearise
 from moment_jax.propagation import propagate
@@ -26,18 +36,7 @@ from moment_jax.propagation.propagator import is_random_input
 from moment_jax.xla import inlined, with_automatic_axes
 
 
-class Check(NamedTuple):
-    """One pass beside sampled networks, averaged over all entries of the output."""
-
-    sd_ratio: float  # sd of the pass over the sampled one, mean
-    sd_error: float  # the same, mean |ratio - 1|
-    mean_error: float  # |mean of the pass - sampled mean|, in sampled sds
-    noise: float  # of a sampled sd, relative: `sd_error` cannot be told from it below
-    seconds: float  # of the pass, compiled
-    seconds_sampled: float  # of all sampled networks, compiled
-
-
-class Bayesian(plain.Module):
+class Bayesian(Module):
     """A Flax network with a Gaussian belief about each of its weights.
 
     `model(x)` is the mean and the covariance of the network's output, in one pass: its operations are
@@ -50,7 +49,7 @@ class Bayesian(plain.Module):
 
     Args:
       network: a Flax NNX module, or a linen module bound to its variables, `module.bind(variables)`; in
-        inference mode, returning one array.
+        inference mode.
       likelihood: of the targets: `mj.Categorical()`, `mj.Bernoulli()`, `mj.Gaussian(variance)`,
         `mj.Gaussian()` to learn the noise, or `mj.objectives.HeteroscedasticGaussian()`. Needed to
         train and to predict.
@@ -72,6 +71,10 @@ class Bayesian(plain.Module):
       linearised: linearise the network in its weights, which is right for Laplace approximations, see
         `mj.linearised`; covariances are `Full` then, or `Diagonal` if that is the structure.
       batch_axes: the number of leading batch axes of the inputs.
+      output: picks the one array whose moments are wanted out of what the network returns, a tuple, a
+        dict or a dataclass, such as `lambda out: out.logits`. Networks at the means and sampled ones
+        return all that yours does. A model with a lambda cannot be pickled; one with a function of a
+        module can.
 
     Raises:
       TypeError, ValueError: if the network has no parameters or is in training mode, the filter selects
@@ -102,14 +105,17 @@ class Bayesian(plain.Module):
         landmarks: int | None = None,
         linearised: bool = False,
         batch_axes: int = 1,
+        output: Callable[[Any], Any] | None = None,
     ) -> None:
         self._set_options(structure, landmarks, linearised)
         self.batch_axes = batch_axes
         self.kind, self.noise = likelihoods.stored(likelihood)
-        self.name = type(network).__name__
-        network = plain.as_nnx(network)
+        self._output = Static(output)
+        network = as_nnx(network, output)
+        self.name = type(as_given(network)).__name__
         split: Any = nnx.split(network, nnx.Param, ...)
-        self.graph, params, rest = split
+        graph, params, rest = split
+        self.graph = Static(graph)
         known = dict(nnx.to_flat_state(params))
         if not known:
             raise ValueError(f"`mj.Bayesian` needs a network with parameters. Got {self.name}.")
@@ -118,7 +124,7 @@ class Bayesian(plain.Module):
         weights: dict[Path, Any] = {path: variable.copy() for path, variable in known.items()}
         if beliefs is None:
             chosen = dict(nnx.to_flat_state(nnx.state(network, nnx.All(nnx.Param, random))))
-            chosen = {path: v[...] for path, v in chosen.items() if plain.is_floating(v[...])}
+            chosen = {path: v[...] for path, v in chosen.items() if is_floating(v[...])}
             if not chosen:
                 raise ValueError(
                     "`mj.Bayesian` needs weights that `random` selects. Got none of "
@@ -165,13 +171,19 @@ class Bayesian(plain.Module):
         """The likelihood, a learned noise at its present value; None without one."""
         return likelihoods.present(self.kind, self.noise)
 
+    @property
+    def output(self) -> Any:
+        """The function that picks the output; None for networks that return one array."""
+        return self._output.value
+
     def at_means(self) -> Any:
         """The plain network at the means, of the class that came in."""
-        return plain.as_given(self._network(_at_means(self.beliefs)))
+        return as_given(self._network(_at_means(self.beliefs)))
 
     def sample(self, key: Array) -> Any:
         """The plain network of one draw of the weights, of the class that came in."""
-        return plain.as_given(self._network(inlined(sample_params)(self.beliefs, key)))
+        check_key("sample", key)
+        return as_given(self._network(inlined(sample_params)(self.beliefs, key)))
 
     def kl(self) -> Array:
         """KL(posterior || prior) of all random weights, in nats."""
@@ -179,6 +191,9 @@ class Bayesian(plain.Module):
 
     def scaled(self, factor: Array | float) -> Self:
         """A copy with all standard deviations multiplied by a positive number."""
+        known = known_values(factor)
+        if known is not None and not (known >= 0).all():
+            raise ValueError(f"`scaled` needs a factor that is not negative. Got {factor}.")
         copy = nnx.clone(self)
         copy.spread = nnx.data(None)  # it was found with the standard deviations before
         for belief in copy.owned.values():
@@ -206,9 +221,9 @@ class Bayesian(plain.Module):
 
         `mj.optim` observes the layers of the network at the means by it, in a copy of the model.
         """
-        split: Any = nnx.split(plain.as_nnx(network), nnx.Param, ...)
-        self.graph, params, rest = split
-        self.rest = nnx.data(rest)
+        split: Any = nnx.split(as_nnx(network, self.output), nnx.Param, ...)
+        graph, params, rest = split
+        self.graph, self.rest = Static(graph), nnx.data(rest)
         self.weights = nnx.data(nnx.traversals.unflatten_mapping(dict(nnx.to_flat_state(params))))
 
     # -- moments --------------------------------------------------------------------------------------
@@ -222,7 +237,7 @@ class Bayesian(plain.Module):
           options: the network's keyword arguments, shared by all examples. Outside compiled code they
             are constants of the program: each new value, of a mask say, compiles again.
         """
-        plain.check_inputs(inputs, self.batch_axes, self.structure)
+        check_inputs(inputs, self.batch_axes, self.structure)
         return compiled_pass(self, inputs, options)
 
     def predict(self, *inputs: Any, batch_size: int = 256, **options: Any) -> Any:
@@ -232,7 +247,7 @@ class Bayesian(plain.Module):
         `mean`, `sd`, `interval(.9)` of real values, and `log_prob(y)` and `sample(key)` of both.
         """
         self._needs_likelihood("predict")
-        plain.check_inputs(inputs, self.batch_axes, self.structure)
+        check_inputs(inputs, self.batch_axes, self.structure)
         return predicted(self, inputs, options, batch_size, self.batch_axes)
 
     def elbo(
@@ -248,14 +263,14 @@ class Bayesian(plain.Module):
           options: the network's keyword arguments.
         """
         likelihood = self._needs_likelihood("elbo")
-        fits = likelihoods.expected(likelihood, y, self(*plain.arguments(x), **options))
+        fits = likelihoods.expected(likelihood, y, self(*arguments(x), **options))
         fits = fits.reshape(*fits.shape[: self.batch_axes], -1).sum(axis=-1).reshape(-1)
         bound = objectives.elbo(fits, self.kl(), dataset_size=dataset_size, kl_weight=kl_weight)
         return bound / dataset_size
 
     def log_prob(self, x: Any, y: Array, *, batch_size: int = 256, **options: Any) -> Array:
         """Log predictive density of each target, in nats: `predict(x).log_prob(y)`."""
-        return self.predict(*plain.arguments(x), batch_size=batch_size, **options).log_prob(y)
+        return self.predict(*arguments(x), batch_size=batch_size, **options).log_prob(y)
 
     def check(self, x: Any, key: Array | None = None, samples: int = 300, **options: Any) -> Check:
         """The moments of this input beside those of sampled networks, and the price of both.
@@ -296,6 +311,7 @@ class Bayesian(plain.Module):
 
     def explain(self, *inputs: Any, **options: Any) -> Steps:
         """The operations of a pass, the rule that took each and what it assumes; prints as a table."""
+        check_inputs(inputs, self.batch_axes, self.structure)
         steps: Steps = Steps()
 
         def run(inputs: Any) -> Any:
@@ -340,7 +356,9 @@ class Bayesian(plain.Module):
             for path, x in flat.items()
         }
         rest = jax.tree.map(lambda x: x, self.rest)
-        network: nnx.Module = nnx.merge(self.graph, nnx.from_flat_state(params), rest, copy=True)
+        network: nnx.Module = nnx.merge(
+            self.graph.value, nnx.from_flat_state(params), rest, copy=True
+        )
         return network
 
     def _moments(self, inputs: tuple[Any, ...], options: Any, *, receipt: bool = False) -> Any:
@@ -369,8 +387,8 @@ class Bayesian(plain.Module):
             of = propagate(fn, structure=self.structure, landmarks=self.landmarks, receipt=receipt)
 
         def one(beliefs: Any, inputs: Any) -> Any:
-            known = beliefs if self.spread is None else _as_corrected(beliefs)
-            mean, cov, *steps = of(known, *(plain.with_batch(x, axes) for x in inputs))
+            known = beliefs if self.spread is None else as_corrected(beliefs)
+            mean, cov, *steps = of(known, *(with_batch(x, axes) for x in inputs))
             if self.spread is not None:
                 cov = cov.rescale(self.spread[...][None])
             return mean, cov, *steps
@@ -385,7 +403,7 @@ class Bayesian(plain.Module):
             mean, cov = with_automatic_axes(lambda both: one(*both), (beliefs, inputs), axes)
         except Exception as error:
             known = _at_means(beliefs)
-            plain.explain_batch(lambda x: fn(known, *x), means, options, axes, error)
+            explain_batch(lambda x: fn(known, *x), means, options, axes, error)
             raise
         lead = means[0].shape[:axes] if means else ()
         return Moments(mean.reshape(*lead, *shape), cov)
@@ -396,14 +414,13 @@ class Bayesian(plain.Module):
         ones = tuple(jax.ShapeDtypeStruct((1,) * axes + x.shape[axes:], x.dtype) for x in inputs)
         network = self._network(_at_means(self.beliefs))
         # `propagate` says itself where random numbers are drawn.
-        found = plain.inference_output("mj.Bayesian", network, ones, options, keys=self.linearised)
-        shape = getattr(found, "shape", None)
-        if shape is None or shape[:axes] != (1,) * axes:
+        found = inference_output("mj.Bayesian", network, ones, options, keys=self.linearised)
+        if found.shape[:axes] != (1,) * axes:
             raise ValueError(
-                "`mj.Bayesian` needs a network that returns one array, with the batch axes of its "
-                f"inputs. Got {found} for one example."
+                "`mj.Bayesian` needs a network whose output has the batch axes of its inputs. Got "
+                f"{tuple(found.shape)} for one example."
             )
-        return tuple(shape[axes:])
+        return tuple(found.shape[axes:])
 
     def _needs_likelihood(self, method: str) -> Any:
         if self.likelihood is None:
@@ -426,17 +443,3 @@ def _at_means(beliefs: Any) -> Any:
         return isinstance(leaf, Posterior)
 
     return jax.tree.map(lambda x: x.mean if is_belief(x) else x, beliefs, is_leaf=is_belief)
-
-
-@jax.custom_jvp
-def _as_corrected(beliefs: Any) -> Any:
-    """Beliefs that have no derivative, for the spread was found at their values."""
-    return beliefs
-
-
-@_as_corrected.defjvp
-def _refused(*_: Any) -> Any:
-    raise ValueError(
-        "A corrected model has factors that hold for its present beliefs. Got a derivative by them. "
-        "Train the model that `corrected` was called on, or model.replace(), and correct it afterwards."
-    )

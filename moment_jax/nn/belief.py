@@ -13,7 +13,7 @@ from jax import Array
 
 from moment_jax import posterior as families
 from moment_jax.covariance.fields import known_values
-from moment_jax.nn.plain import Module
+from moment_jax.nn.modules import Module
 from moment_jax.posterior import GaussianPrior, Posterior
 from moment_jax.xla import diagonal_matrix, diagonal_of, inlined
 
@@ -115,6 +115,14 @@ class Belief(Module):
             spread = [spread[0].reshape(*mean.shape, *mean.shape)]
         belief: Posterior = family(mean.reshape(self.shape), *spread)
         return belief
+
+    def __repr__(self) -> str:
+        """One line: the family, the array's type and shape, the prior."""
+        prior = "learned" if self.prior_log_scale is not None else f"N(0, {self.prior_scale:g}^2)"
+        dtype = self.mean[...].dtype
+        return f"Belief({self.family.__name__}, {dtype}{list(self.shape)}, prior {prior})"
+
+    __str__ = __repr__
 
     def scale_by(self, factor: Array | float) -> None:
         """Multiply all standard deviations by a positive number."""
@@ -256,11 +264,25 @@ def _first_scale(weights: Array, relative_scale: float) -> Array:
     return relative_scale * jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(weights))), 0.1)
 
 
+_FROM = (
+    "Put mj.posterior.Factorized(mean, variance) in the places of arrays in "
+    "nnx.to_pure_dict(nnx.state(network, nnx.Param))."
+)
+
+
 def placed(beliefs: Any, known: dict[Path, Any], prior: dict[str, Any]) -> dict[Path, Any]:
     """Beliefs and arrays by path, of a tree of posteriors in the places and shapes of parameters."""
     tree = nnx.to_pure_dict(beliefs) if isinstance(beliefs, nnx.State) else beliefs
-    found = nnx.traversals.flatten_mapping(tree) if isinstance(tree, dict) else {(): tree}
-    found = {path: x for path, x in found.items() if x is not None}
+    found = {(): tree}
+    if isinstance(tree, dict):
+        found = nnx.traversals.flatten_mapping(tree, keep_empty_nodes=True)
+    inner = {path[:i] for path in known for i in range(len(path))}
+    empty = nnx.traversals.empty_node
+    found = {
+        path: {} if x is empty else x
+        for path, x in found.items()
+        if x is not None and not (x is empty and path in inner)
+    }
     for path, x in found.items():
         mean = x.mean if isinstance(x, Posterior) else x
         wanted = tuple(known[path][...].shape) if path in known else None
@@ -269,10 +291,12 @@ def placed(beliefs: Any, known: dict[Path, Any], prior: dict[str, Any]) -> dict[
             raise ValueError(
                 "`mj.Bayesian` needs beliefs in the places and shapes of the network's parameters: "
                 f"{places}. Got {type(x).__name__} of shape {getattr(mean, 'shape', None)} at "
-                f"'{joined(path)}'. Start from nnx.to_pure_dict(nnx.state(network, nnx.Param))."
+                f"'{joined(path)}'. {_FROM}"
             )
     if not any(isinstance(x, Posterior) for x in found.values()):
-        raise ValueError("`mj.Bayesian` needs a belief about one array at least. Got none.")
+        raise ValueError(
+            f"`mj.Bayesian` needs a belief about one array at least. Got none. {_FROM}"
+        )
     for path, x in found.items():
         try:
             of_x = Belief.of(x, **prior) if isinstance(x, Posterior) else jnp.asarray(x)

@@ -27,7 +27,11 @@ def stored(likelihood: Any) -> tuple[Any, Any]:
         return likelihood, nnx.data(None)
     if not isinstance(likelihood, Gaussian):
         names = ", ".join(f"{kind.__name__}()" for kind in LIKELIHOODS)
-        raise TypeError(f"`mj.Bayesian` needs a likelihood, one of {names}. Got {likelihood!r}.")
+        came = repr(likelihood) if isinstance(likelihood, str | type) else type(likelihood).__name__
+        raise TypeError(
+            f"`mj.Bayesian` needs a likelihood, one of {names}. Got {came}. Give an object, after the "
+            "network: mj.Bayesian(network, mj.Categorical())."
+        )
     if likelihood.noise_variance is None:
         return Gaussian(), nnx.data(LogNoise(jnp.zeros(())))
     return Gaussian(), nnx.data(nnx.Variable(jnp.asarray(likelihood.noise_variance)))

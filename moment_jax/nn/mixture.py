@@ -7,7 +7,8 @@ from flax import nnx
 from jax import Array
 
 from moment_jax.nn.bayesian import Bayesian
-from moment_jax.nn.plain import Module, arguments
+from moment_jax.nn.inputs import arguments
+from moment_jax.nn.modules import Module
 from moment_jax.objectives.predictive import averaged
 
 
@@ -26,9 +27,19 @@ class Mixture(Module):
     """
 
     def __init__(self, members: Sequence[Bayesian]) -> None:
-        if not members or not all(isinstance(x, Bayesian) for x in members):
-            raise TypeError(f"`mj.nn.Mixture` needs a list of mj.Bayesian. Got {members!r}.")
+        known = list(members) if isinstance(members, Sequence) else [members]
+        if not isinstance(members, Sequence) or not all(isinstance(x, Bayesian) for x in known):
+            came = ", ".join(type(x).__name__ for x in known)
+            raise TypeError(f"`mj.nn.Mixture` needs a list of mj.Bayesian. Got {came}.")
+        if not known:
+            raise TypeError("`mj.nn.Mixture` needs a list of mj.Bayesian. Got an empty one.")
         self.members = nnx.List(members)
+
+    def __repr__(self) -> str:
+        """The number of members, and the first one."""
+        return f"Mixture of {len(self.members)}, the first of which is {self.members[0]!r}"
+
+    __str__ = __repr__
 
     def predict(self, *inputs: Any, batch_size: int = 256, **options: Any) -> Any:
         """The average of the members' predictive distributions, with the same methods as one of them.

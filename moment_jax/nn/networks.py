@@ -6,6 +6,7 @@ any scalar function; `rngs` are Flax's random streams, for the initial weights.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from moment_jax.nn.plain import Module
+from moment_jax.nn.modules import Module
 
 Activation = str | Callable[[Array], Array]
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -420,5 +421,12 @@ class VisionTransformer(Module):
 
     def __call__(self, images: Array) -> Array:
         """Images (..., height, width[, channels]) -> logits (..., C)."""
-        x = self.embed(self.patches(images)) + self.position[...]
+        tokens = self.patches(images)
+        if tokens.shape[-2] != self.position.shape[0]:
+            size = self.patches.size * math.isqrt(self.position.shape[0])
+            raise ValueError(
+                f"This `VisionTransformer` needs images of {size} x {size} pixels. Got "
+                f"{tuple(images.shape)}. Give image_size, or resize them."
+            )
+        x = self.embed(tokens) + self.position[...]
         return self.head(self.encoder(x).mean(axis=-2))

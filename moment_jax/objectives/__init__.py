@@ -14,13 +14,7 @@ from moment_jax.objectives.likelihoods import (
     Likelihood,
     predictive_gaussian,
 )
-from moment_jax.objectives.lower_bound import (
-    elbo,
-    expected_log_likelihood,
-    expected_log_likelihood_bound,
-    kl_warmup,
-    log_marginal,
-)
+from moment_jax.objectives.lower_bound import elbo, expected_log_likelihood, kl_warmup, log_marginal
 from moment_jax.objectives.predictive import (
     BernoulliPredictive,
     CategoricalPredictive,
@@ -35,7 +29,7 @@ __all__ = [
     "Bernoulli", "BernoulliPredictive", "Categorical", "CategoricalPredictive", "Gaussian",
     "GaussianPredictive", "HeteroscedasticGaussian", "Likelihood", "MixturePredictive",
     "TokenUncertainty", "accuracy", "class_probabilities", "elbo", "expected_calibration_error",
-    "expected_log_likelihood", "expected_log_likelihood_bound", "kl_warmup",
-    "log_class_probabilities", "log_marginal", "negative_log_likelihood", "predictive_gaussian",
+    "expected_log_likelihood", "kl_warmup", "log_class_probabilities",
+    "log_marginal", "negative_log_likelihood", "predictive_gaussian",
     "token_uncertainty",
 ]  # fmt: skip

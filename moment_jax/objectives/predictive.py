@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.scipy import special, stats
 
-from moment_jax.covariance.fields import check_array
+from moment_jax.covariance.fields import check_array, register_fields
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.linalg import inverse_root
 from moment_jax.objectives.checks import labels_of, of_label, over_batch
@@ -24,7 +24,7 @@ from moment_jax.objectives.cubature import TokenUncertainty, wide
 from moment_jax.xla import diagonal_of, inlined
 
 
-@jax.tree_util.register_dataclass
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class CategoricalPredictive:
     """A class of C, with the log of its predictive probabilities."""
@@ -67,7 +67,7 @@ class CategoricalPredictive:
         return jax.random.categorical(key, self.log_probs)
 
 
-@jax.tree_util.register_dataclass
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class BernoulliPredictive:
     """Binary targets y_d, taken one by one."""
@@ -102,7 +102,7 @@ class BernoulliPredictive:
         return jax.random.bernoulli(key, self.probs).astype(jnp.int32)
 
 
-@jax.tree_util.register_dataclass
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class GaussianPredictive:
     """Real targets y ~ N(mean, cov), noise included."""
@@ -139,7 +139,7 @@ class GaussianPredictive:
         return jax.random.multivariate_normal(key, self.mean, self.cov, method="svd")
 
 
-@jax.tree_util.register_dataclass
+@register_fields
 @dataclasses.dataclass(frozen=True)
 class MixturePredictive(GaussianPredictive):
     """Real targets, a mixture of K Gaussian predictions; `cov` is within and between them."""

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from moment_jax.layers.params import AttentionParams, DenseParams
-from moment_jax.layers.rules import rotate
+from moment_jax.layers.rules import split_heads
 from moment_jax.layers.sublayers import attention_with_carry
 from moment_jax.posterior import Factorized, OutputShared, Point
 from moment_jax.propagation import arrays, regions
@@ -56,8 +56,8 @@ class Core(arrays.View):
         """Means of the products of queries and keys, (H, T, S)."""
 
         def heads(part: Projection, columns: Places) -> Array:
-            y = part.layer.mean_output(part.x.mean)[:, columns]
-            return rotate(jnp.swapaxes(y, 0, 1), part.rotation)
+            y = part.layer.mean_output(part.x.mean)[:, columns.ravel()]
+            return split_heads(y, len(columns), part.rotation)
 
         query, key = map(heads, self.parts[:2], self.columns[:2])
         return jnp.einsum("htk,hsk->hts", query, key)

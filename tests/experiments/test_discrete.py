@@ -11,14 +11,14 @@ from flax import nnx
 import moment_jax as mj
 from experiments import discrete
 from experiments.__main__ import main
+from experiments.autoencoder import DiscreteAutoencoder
 
 
 @pytest.mark.slow
 def test_the_experiment(tmp_path, monkeypatch):
     """Linear layers are in the place of the Transformers, whose gradients take minutes to compile."""
     encoder, decoder = (nnx.Linear(*s, rngs=nnx.Rngs(0)) for s in ((16, 4), (4, 16)))
-    sizes = {"patches": mj.nn.Patches(4), "image_size": 8, "num_codes": 4}
-    network = mj.nn.DiscreteAutoencoder(encoder, decoder, **sizes)
+    network = DiscreteAutoencoder(encoder, decoder, mj.nn.Patches(4), 4)
     monkeypatch.setattr(discrete, "autoencoder", lambda seed: network)
     options = "--steps 2 --plain-steps 3 --batch-size 4 --draws 2 --structure Diagonal"
     assert main(["discrete", *options.split(), "--out", str(tmp_path)]) == 0
@@ -30,11 +30,12 @@ def test_the_experiment(tmp_path, monkeypatch):
 
 def test_hard_codes_of_a_known_autoencoder():
     """Codes that are certain, and pixels of probability 1/2: 64 log 2 nats, and log K for each code."""
-    network = mj.nn.DiscreteAutoencoder(
+    network = DiscreteAutoencoder(
         lambda tokens: 1e3 * jnp.tile(jnp.eye(4)[2], (*tokens.shape[:-1], 1)),
         lambda z: jnp.zeros((*z.shape[:-1], 4)),
-        patches=mj.nn.Patches(2), image_size=8, num_codes=4,
-    )  # fmt: skip
+        mj.nn.Patches(2),
+        num_codes=4,
+    )
     found = discrete.score(network, discrete.load().test, jax.random.key(0), 2)
     np.testing.assert_allclose(found.reconstruction, 64 * np.log(2), rtol=1e-5)
     np.testing.assert_allclose(found.code_kl, 16 * np.log(4), rtol=1e-5)

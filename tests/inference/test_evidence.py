@@ -12,7 +12,7 @@ from sklearn.linear_model import BayesianRidge
 
 import moment_jax as mj
 from moment_jax.inference.evidence import Evidence, Setting
-from moment_jax.nn.plain import Raveled
+from moment_jax.nn.modules import Raveled
 
 GAUSSIAN, CATEGORICAL = mj.Gaussian(), mj.Categorical()
 NOISY = mj.objectives.HeteroscedasticGaussian()

@@ -394,7 +394,7 @@ BAD = [
     ({"random": nnx.PathContains("head")}, ValueError, "Got none of bias, kernel"),
     ({"network": jnp.tanh}, TypeError, "Flax module"),
     ({"network": mj.Bayesian(linear())}, TypeError, "Got a Bayesian; use its at_means"),
-    ({"network": Of(lambda n, x: (n.a(x), x), a=linear())}, TypeError, "one array.*for N = 2"),
+    ({"network": Of(lambda n, x: (n.a(x), x), a=linear())}, TypeError, "one array.*output="),
     ({"network": Of(lambda n, x: n.a(x)[0], a=linear())}, TypeError, "one array"),
     ({"network": Of(lambda n, x: n.a(x), a=linear(kernel_init=nnx.initializers.constant(jnp.nan)))},
      ValueError, "finite outputs"),

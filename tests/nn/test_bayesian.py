@@ -297,7 +297,7 @@ WRONG = [
     (lambda: mj.Bayesian(net(), mj.Categorical), TypeError, r"Categorical\(\)"),
     (lambda: mj.Bayesian(net()).predict(X), ValueError, "likelihood"),
     (lambda: mj.Bayesian(net())(X[0, 0]), ValueError, "leading batch axes"),
-    (lambda: mj.Bayesian(net(), mj.Categorical()).predict("a"), ValueError, "axes. Got str"),
+    (lambda: mj.Bayesian(net(), mj.Categorical()).predict("a"), TypeError, "arrays. Got str"),
     (lambda: mj.Bayesian(net())(X, shift=jnp.ones((5, 1))), ValueError, "shift.*by position"),
     (lambda: mj.Bayesian(net()).replace(family=None), TypeError, "landmarks, linearised"),
     (lambda: mj.Bayesian(Reports())(X.astype(jnp.float32)), ValueError, r"network.eval\(\)"),

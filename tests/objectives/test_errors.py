@@ -28,8 +28,6 @@ BAD_VALUES = [
     (ell, Bernoulli(), 2 * ONES, ONES, ONES, "from 0 to 1. Got 2.0 to 2.0"),
     (o.log_marginal, Gaussian(1.0), (2,), (3,), (3,), "target.shape == mean.shape"),
     (o.log_marginal, Categorical(), (), (3,), (3,), "integer class"),
-    (o.expected_log_likelihood_bound, 0, (2, 3), (2, 3), "jax.vmap"),
-    (o.expected_log_likelihood_bound, (3,), (3,), (3,), "integer class"),
     (o.class_probabilities, (3,), (2, 2), PAIRS),
     (o.class_probabilities, (2, 3), (3,), r"\(2, 3\) or \(2, 3, 3\)"),
     (o.class_probabilities, (2, 3), mj.Diagonal.zeros((1, 3)), r"\(2, 1, 3\) or \(2, 3\)"),
@@ -74,7 +72,6 @@ def test_a_label_out_of_range():
     scores = (
         lambda label, mean: ell(Categorical(), label, mean, cov),
         lambda label, mean: o.log_marginal(Categorical(), label, mean, cov),
-        lambda label, mean: o.expected_log_likelihood_bound(label, mean, cov),
     )
     for score in scores:
         for known in (4, np.asarray(-1), jnp.asarray(4)):
