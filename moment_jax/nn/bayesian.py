@@ -32,7 +32,7 @@ from moment_jax.posterior import Factorized, Posterior, sample_params
 from moment_jax.propagation import linearised as linearise
 from moment_jax.propagation import propagate
 from moment_jax.propagation.errors import Steps
-from moment_jax.propagation.propagator import is_random_input
+from moment_jax.propagation.propagator import is_random_input, plan
 from moment_jax.xla import inlined, with_automatic_axes
 
 
@@ -312,14 +312,26 @@ class Bayesian(Module):
     def explain(self, *inputs: Any, **options: Any) -> Steps:
         """The operations of a pass, the rule that took each and what it assumes; prints as a table."""
         check_inputs(inputs, self.batch_axes, self.structure)
+        if self.linearised:
+            raise ValueError(
+                "`explain` lists the operations of a pass. Got a linearised model, which takes the "
+                "network as a whole. Use model.replace(linearised=False)."
+            )
         steps: Steps = Steps()
+        graph, state = nnx.split(self)  # traced: no more is known than in the pass
 
-        def run(inputs: Any) -> Any:
-            moments, found = self._moments(inputs, options, receipt=True)
-            steps.extend(found)
-            return moments
+        def run(state: Any, inputs: Any) -> None:
+            model: Any = nnx.merge(graph, state)
 
-        jax.eval_shape(run, jax.tree.map(lambda x: x[(slice(1),) * self.batch_axes], inputs))
+            def fn(values: Any, *inputs: Any) -> Any:
+                return model._network(values)(*inputs, **options)
+
+            axes = self.batch_axes
+            first = jax.tree.map(lambda leaf: leaf[(0,) * axes], inputs)
+            given = model.beliefs, tuple(with_batch(x, axes) for x in first)
+            steps.extend(plan(fn, *given, self.structure, self.landmarks)[1])
+
+        jax.eval_shape(run, state, inputs)
         return steps
 
     def __repr__(self) -> str:
@@ -361,7 +373,7 @@ class Bayesian(Module):
         )
         return network
 
-    def _moments(self, inputs: tuple[Any, ...], options: Any, *, receipt: bool = False) -> Any:
+    def _moments(self, inputs: tuple[Any, ...], options: Any) -> Any:
         axes, beliefs = self.batch_axes, self.beliefs
         means = tuple(x[0] if is_random_input(x) else x for x in inputs)
         if not self.owned:
@@ -384,22 +396,17 @@ class Bayesian(Module):
                 )
             of: Any = linearise(fn, structure=Diagonal if self.structure.entrywise else Full)
         else:
-            of = propagate(fn, structure=self.structure, landmarks=self.landmarks, receipt=receipt)
+            of = propagate(fn, structure=self.structure, landmarks=self.landmarks)
 
         def one(beliefs: Any, inputs: Any) -> Any:
             known = beliefs if self.spread is None else as_corrected(beliefs)
-            mean, cov, *steps = of(known, *(with_batch(x, axes) for x in inputs))
-            if self.spread is not None:
-                cov = cov.rescale(self.spread[...][None])
-            return mean, cov, *steps
+            mean, cov = of(known, *(with_batch(x, axes) for x in inputs))
+            return mean, cov if self.spread is None else cov.rescale(self.spread[...][None])
 
         try:
             shape = self._output_shape(means, options)
-            for _ in range(0 if receipt else axes):
+            for _ in range(axes):
                 one = jax.vmap(one, (None, 0))
-            if receipt:
-                mean, cov, steps = one(beliefs, jax.tree.map(lambda x: x[(0,) * axes], inputs))
-                return Moments(mean, cov), steps
             mean, cov = with_automatic_axes(lambda both: one(*both), (beliefs, inputs), axes)
         except Exception as error:
             known = _at_means(beliefs)

@@ -22,6 +22,12 @@ from moment_jax.covariance.base import Cross
 Axes = tuple[int, ...]
 Places = np.ndarray
 """Integers of any shape: where each entry lies in another array, flattened; -1 for a certain zero."""
+InSequence = Places  # of a random array, in its sequence (T, D)
+InLayer = Places  # of a view, in the output (T, O) of a dense layer
+InHeads = Places  # of attention's output, in the heads side by side (T, H K)
+InScores = Places  # of attention weights, in the product that has their scores
+InWeights = Places  # of a table (H, T, S), in the array of attention weights
+InBelief = Places  # of an array of weights, in a belief
 
 
 class Same:
@@ -107,7 +113,7 @@ class Moments(View):
     """
 
     base: Base
-    places: Places  # of each entry of the array in the sequence
+    places: InSequence
     known: dict[Any, Sequence] = dataclasses.field(default_factory=dict, init=False)
 
     def array(self) -> Array:
@@ -148,7 +154,7 @@ class Sequence:
     """A random array as tokens by features, and the axes along which these lie."""
 
     base: Base
-    order: Places  # of its entries in the base, (T, D)
+    order: InSequence  # of its entries in the base, (T, D)
     tokens: Axes = ()
     features: Axes = ()
 

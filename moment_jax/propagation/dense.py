@@ -32,7 +32,7 @@ class Projection(arrays.View):
 
     x: Sequence  # (T, D)
     layer: DenseParams  # (D, O)
-    places: Places  # of the view's entries, in (T, O)
+    places: arrays.InLayer
     product: Node  # the layer
     source: Any  # its operand that is x
     rotation: Array | None = None  # then applied to the last axis, by token, (T, K, K)

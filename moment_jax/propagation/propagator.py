@@ -44,7 +44,6 @@ class Propagator:
     pool: Array | None = None  # pool sequences as long as this over its tokens
     reading: bool = False  # whether that pool is what the output reads
     output: Value = None  # of the function
-    unrolls: bool = False  # whether loops are unrolled, for a receipt
     steps: dict[Node, Step] = dataclasses.field(default_factory=dict)
     planned: dict[Node, Moments] = dataclasses.field(default_factory=dict)
     known: dict[Any, Moments] = dataclasses.field(default_factory=dict)  # of certain arrays
@@ -284,12 +283,13 @@ def propagate(
         square of the array's.
       landmarks: tokens at which `Separable` keeps the covariance of a long sequence, see
         `Separable.zeros`; with a causal mask, all of them.
-      receipt: also return the list of operations, each with its rule and assumption; outside of jax.jit.
+      receipt: also return the list of operations, each with its rule and assumption (those of a loop
+        once); outside of jax.jit.
 
     Returns:
       A function of `params`, a pytree with a `Posterior` for each random array and arrays elsewhere,
       and of the inputs: arrays, or a random one as (mean, cov), with cov that of the mean as a sequence
-      (T, D). Loops over stacked weights and `jax.checkpoint` are kept, but for receipts. It returns the
+      (T, D). Loops over stacked weights and `jax.checkpoint` are kept. It returns the
       output's mean and covariance as a sequence (T, D): the last axis holds the features, all others
       the tokens; an output (D,) is one token. With `receipt` also the list of `Step`s.
 
@@ -314,15 +314,23 @@ def propagate(
         )
 
     def propagated(params: Any, *inputs: Any) -> Any:
-        propagator = Propagator(structure, landmarks, unrolls=receipt)
-        mean, cov = materialized_inputs(_run)(propagator, fn, params, inputs)
-        return (mean, cov, Steps(propagator.steps.values())) if receipt else (mean, cov)
+        steps: Steps = Steps()
+
+        def computed(params: Any, inputs: Any) -> tuple[Array, Any]:
+            output, found = plan(fn, params, inputs, structure, landmarks)
+            steps.extend(found)
+            return output.moments
+
+        mean, cov = materialized_inputs(computed)(params, inputs)
+        return (mean, cov, steps) if receipt else (mean, cov)
 
     return propagated
 
 
-def _run(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[Array, Any]:
-    """Mean and covariance of fn's output."""
+def plan(
+    fn: Any, params: Any, inputs: Any, structure: type[Covariance], landmarks: int | None
+) -> tuple[Sequence, Steps]:
+    """The output of `propagate(fn)`, with nothing computed, and the operations on the way."""
 
     def is_belief(leaf: Any) -> bool:
         return isinstance(leaf, Posterior)
@@ -344,31 +352,29 @@ def _run(propagator: Propagator, fn: Any, params: Any, inputs: Any) -> tuple[Arr
             f"{len(traced.jaxpr.outvars)}. Pick one, as in lambda params, x: fn(params, x)[0]."
         )
 
-    def argument(x: Any) -> Value:
-        if is_belief(x):
-            return Weight.of(x)
-        return _random(propagator, *x) if is_random_input(x) else jnp.asarray(x)
+    def planned(unrolls: bool) -> tuple[Sequence, Steps]:
+        propagator = Propagator(structure, landmarks)
 
-    def computed() -> tuple[Array, Any]:
+        def argument(x: Any) -> Value:
+            if is_belief(x):
+                return Weight.of(x)
+            return _random(propagator, *x) if is_random_input(x) else jnp.asarray(x)
+
+        recorder = Recorder(propagator.repeats, unrolls=unrolls)
         arguments = [argument(x) for x in leaves]
-        recorder = Recorder(propagator.repeats, unrolls=propagator.unrolls)
         (propagator.output,) = recorder.run(traced.jaxpr, traced.consts, arguments)
-        m = propagator.moments(propagator.output)  # the plan
-        if propagator.landmarks is not None and propagator.landmarks > propagator.longest:
+        m = propagator.moments(propagator.output)
+        if landmarks is not None and landmarks > propagator.longest:
             raise ValueError(
                 "`landmarks` needs to be at most the number of tokens of the longest sequence, "
-                f"{propagator.longest}. Got {propagator.landmarks}. None means all of up to 256 tokens."
+                f"{propagator.longest}. Got {landmarks}. None means all of up to 256 tokens."
             )
-        return m.sequence(*arrays.by_last_axis(m.ndim)).moments
+        return m.sequence(*arrays.by_last_axis(m.ndim)), Steps(propagator.steps.values())
 
     try:
-        return computed()
-    except PropagationError:
-        if propagator.unrolls:
-            raise
-        # What a loop cannot carry, its operations one by one may.
-        propagator = Propagator(propagator.structure, propagator.landmarks, unrolls=True)
-        return computed()
+        return planned(False)
+    except PropagationError:  # what a loop cannot carry, its operations one by one may
+        return planned(True)
 
 
 def _random(propagator: Propagator, mean: Any, cov: Any) -> Node:
@@ -407,7 +413,7 @@ def _loop(propagator: Propagator, node: Node) -> Moments:
     stacked = range(carry + 1, len(operands)) if length is not None else range(0)
     rows = {i: v.posterior if isinstance(v := operands[i], Weight) else v for i in stacked}
 
-    def planned(start_base: Base, rows: dict[int, Any]) -> Sequence:
+    def planned(start_base: Base, rows: dict[int, Any], steps: dict[Node, Step]) -> Sequence:
         """The output of the body, of the array that it carries and of one row of each stack."""
         shared = {name: getattr(propagator, name) for name in _SHARED}
         inner = Propagator(propagator.structure, **shared)
@@ -431,15 +437,16 @@ def _loop(propagator: Propagator, node: Node) -> Moments:
         arguments = [argument(i, value) for i, value in enumerate(operands)]
         (out,) = Recorder(inner.repeats).run(p["body"], p["consts"], arguments)
         found = inner.moments(out).sequence(*axes)
+        steps.update(inner.steps)
         if length is None:
             propagator.pool, propagator.reading = inner.pool, inner.reading
         return found
 
     # Once in advance, so that what it has no rule for is known before anything is computed.
-    planned(Base(x.shape, lambda: x.moments), jax.tree.map(lambda a: a[0], rows))
+    planned(Base(x.shape, lambda: x.moments), jax.tree.map(lambda a: a[0], rows), propagator.steps)
 
     def body(mean: Array, cov: Any, rows: dict[int, Any]) -> tuple[Array, Any]:
-        y = planned(Base(x.shape, lambda: (mean, _pooled_alike(propagator, cov))), rows)
+        y = planned(Base(x.shape, lambda: (mean, _pooled_alike(propagator, cov))), rows, {})
         form: Any = jax.tree.structure(cov)
         if jax.tree.structure(y.cov) != form:
             raise errors.refuse("a loop that changes what is kept of a covariance", node.source, "")

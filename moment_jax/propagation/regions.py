@@ -233,24 +233,6 @@ def all_uniform(node: Node) -> bool:
     return all(isinstance(x, Node) or arrays.uniform(x) is not None for x in node.operands)
 
 
-def follow(node: Node, source: Node) -> np.ndarray | None:
-    """Places of `source`'s entries in an array made of it by views and elementwise functions."""
-    if node is source:
-        return np.arange(source.size).reshape(source.shape)
-    if node.op not in arrays.VIEWS | arrays.ELEMENTWISE:
-        return None
-    for operand in node.nodes:
-        places = follow(operand, source)
-        if places is None:
-            continue
-        seen = arrays.moved(node, places, node.operands[1:])
-        if seen is not None:
-            return seen[node.output]
-        if operand.shape == node.shape:
-            return places
-    return None
-
-
 def through_views(node: Any, find: Callable[[Node], Any]) -> Any:
     """What `find` makes of an array, or its view where the array is a view of another; else None."""
     if not isinstance(node, Node):

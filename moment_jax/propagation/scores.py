@@ -24,7 +24,7 @@ from moment_jax.expectations.recognition import Pieces
 from moment_jax.layers.rules import ScoreNoise
 from moment_jax.posterior import Point
 from moment_jax.propagation import arrays, regions
-from moment_jax.propagation.arrays import Moments, Places
+from moment_jax.propagation.arrays import InWeights, Moments, Places
 from moment_jax.propagation.elementwise import recognised
 from moment_jax.propagation.errors import LINEARISE, refuse
 from moment_jax.propagation.graph import Node, is_random
@@ -72,11 +72,11 @@ class Entries(arrays.View):
             return self.of.posterior.marginal_variance().reshape(-1)
         return self.of.base.numbers[1].variance().reshape(-1)
 
-    def shown(self, table: Places) -> Places:
+    def shown(self, table: InWeights) -> Places:
         """Which of them act on these weights, (H, T, S), with axes of length one where they repeat."""
         return _merged(self.places.ravel()[np.maximum(table, 0)], (0, 1, 2))
 
-    def over(self, table: Places) -> Any:
+    def over(self, table: InWeights) -> Any:
         """Their means, likewise."""
         return arrays.take(self.mean, self.shown(table))
 
@@ -106,7 +106,7 @@ class Scores:
     """Attention weights as a function of the product that has their scores."""
 
     product: Node
-    places: Places  # of the score of each weight
+    places: arrays.InScores
     rows: Places  # the row of the softmax in which each weight is
     length: int  # of these rows
     eps: float  # of the scores' precision
@@ -117,14 +117,14 @@ class Scores:
     choices: tuple[Choice, ...]  # from the outermost inwards
     apart: tuple[tuple[Node, int], ...]  # operands that are random shifts and factors
 
-    def whole_rows(self, table: Places) -> bool:
+    def whole_rows(self, table: InWeights) -> bool:
         """Whether each row of the table (H, T, S) holds one whole row of the softmax."""
         row = self.rows.ravel()[table]
         first = row.max(2, where=table >= 0, initial=0)
         same = ((row == first[:, :, None]) | (table < 0)).all()
         return bool(same and ((table >= 0).sum(2) == self.length).all())
 
-    def seen(self, table: Places) -> Rows:
+    def seen(self, table: InWeights) -> Rows:
         """What the rows see, for the weights in this table (H, T, S); those at -1 are none."""
         certain = [shift for shift in self.shifts if not any(f.random for f in shift)]
         there = table >= 0
@@ -161,7 +161,7 @@ class Scores:
             lost if lost.any() else None,
         )
 
-    def noise(self, table: Places, scores: Callable[[], Any]) -> tuple[ScoreNoise, ...]:
+    def noise(self, table: InWeights, scores: Callable[[], Any]) -> tuple[ScoreNoise, ...]:
         """The random parts; `scores` are the means of the product, for what is random in the scale."""
         parts: list[tuple[Factors, Any]] = [(shift, None) for shift in self.shifts]
         found = []
@@ -173,7 +173,7 @@ class Scores:
                 found.append(ScoreNoise(x.variance, places, factor))
         return tuple(found)
 
-    def shift(self, table: Places, rows: Rows) -> Any:
+    def shift(self, table: InWeights, rows: Rows) -> Any:
         """The mean of what is added to the scores, or None."""
         random = [shift for shift in self.shifts if any(f.random for f in shift)]
         if not random:
@@ -182,12 +182,12 @@ class Scores:
         return mean if rows.shift is None else rows.shift + mean
 
 
-def product(factors: Iterable[Entries], table: Places) -> Any:
+def product(factors: Iterable[Entries], table: InWeights) -> Any:
     """The product of the means, (H, T, S) or with axes of length one."""
     return math.prod((f.over(table) for f in factors), start=np.ones((1, 1, 1), np.float32))
 
 
-def _total(shifts: Iterable[Factors], table: Places) -> Any:
+def _total(shifts: Iterable[Factors], table: InWeights) -> Any:
     return sum((product(s, table) for s in shifts), start=np.zeros((1, 1, 1), np.float32))
 
 

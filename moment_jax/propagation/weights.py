@@ -31,7 +31,7 @@ class Weight(arrays.View):
     """A view of a belief's weights."""
 
     posterior: Posterior
-    places: np.ndarray  # the flat index of each entry's weight
+    places: arrays.InBelief
     root: Posterior | None = None  # the belief of which `posterior` is a row or a multiple
     rows: tuple[range, ...] = ()  # which rows of `root`, axis by axis
 

@@ -495,7 +495,7 @@ REFUSED = {  # functions of (3, 2) weights and of (2, 3) inputs
     "multiple beside it": (lambda p, x: x @ p + x @ (2 * p), SHARED),
     "multiple under it": (lambda p, x: jnp.tanh(x @ p) @ (2 * p).T, TIED),
     "a row beside all": (lambda p, x: x @ p + p[:1], SHARED),
-    "rows and whole": (lambda p, x: rows_added(p, x[0, :2]) + p.sum(0), NO_RULE),
+    "rows and whole": (lambda p, x: rows_added(p, x[0, :2]) + p.sum(0), SHARED),
     "scanned over twice": (lambda p, x: rows_added(p, rows_added(p, x[0, :2])), SHARED),
     "large and tied": (
         lambda p, x: jnp.tanh(jnp.tile(x, (2000, 1)) @ p) @ p.T, r"more than 16777216 entries.*linear",
