@@ -318,8 +318,8 @@ def _layout(node: Node, side: int, scores: Scores, parts: list[Any]) -> Core | N
     `parts` are the left and the right factor of the scores, and the values. For example, of two heads of
     three features, T = 5, by `w @ v` with w (2, 5, 5) and v (2, 5, 3), head 1 and query 4 are row 4 of
     batch 1. Its weight of key 2 lies at 1 * 25 + 4 * 5 + 2 = 47 in w, and so does its score in the
-    product. There the left factor is at row 4 of batch 1, which `decoded` finds in token 4 and the columns
-    3 to 5 of the layer that makes queries; the right one in token 2 of the keys. So table[1, 4, 2] is 47,
+    product. There the left factor is at row 4 of batch 1, which `decoded` finds in token 4 and columns 3
+    to 5 of the layer that makes queries; the right one in token 2 of the keys. So table[1, 4, 2] is 47,
     and the output of head 1 and query 4 lies at 4 * 6 + 3, the fourth entry of row 4 in (T, H K).
     """
     own, other = arrays.factors(node)[side], arrays.factors(node)[1 - side]
