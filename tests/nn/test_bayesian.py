@@ -266,6 +266,11 @@ class Reports(nnx.Module):
         return self.norm(x)
 
 
+VIT = mj.nn.VisionTransformer(image_size=8, patch_size=4, num_classes=2, rngs=nnx.Rngs(0))
+DROPS = linen.Sequential([linen.Dense(2), linen.Dropout(0.5, deterministic=False)]).bind(
+    {"params": {"layers_0": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}}}
+)
+
 WRONG = [
     (lambda: mj.Bayesian(nnx.Dropout(0.1)), ValueError, "network with parameters"),
     (lambda: mj.Bayesian(jnp.tanh), TypeError, "mj.propagate"),
@@ -296,6 +301,16 @@ WRONG = [
     (lambda: jax.eval_shape(mj.Bayesian(net(), landmarks=9), X), ValueError, "at most.* 1. Got 9"),
     (lambda: mj.Bayesian(net(), mj.Categorical), TypeError, r"Categorical\(\)"),
     (lambda: mj.Bayesian(net()).predict(X), ValueError, "likelihood"),
+    (lambda: mj.Bayesian(mj.Categorical(), net()), TypeError, "Got Net. Give an object, after"),
+    (lambda: mj.Bayesian(Net), TypeError, "the class Net"),
+    (lambda: mj.Bayesian(net(), beliefs={"neck": {}}), ValueError, "dict .* 'neck'.*Factorized"),
+    (lambda: mj.Bayesian(net()).sample(0), TypeError, r"jax\.random\.key\(0\)"),
+    (lambda: mj.Bayesian(net()).scaled(-1.0), ValueError, "not negative"),
+    (lambda: mj.Bayesian(net())(X[:, :2]), ValueError, r"its network takes.*\(5, 2\).*raised"),
+    (lambda: mj.Bayesian(net()).explain(X.tolist()), TypeError, r"Got list. Use np\.asarray"),
+    (lambda: mj.Bayesian(VIT)(np.ones((2, 28, 28))), ValueError, "images of 8 x 8 pixels"),
+    (lambda: mj.Bayesian(DROPS)(X), ValueError, r"draws random numbers. Call network\.eval"),
+    (lambda: mj.nn.Mixture(mj.Bayesian(net())), TypeError, "list of mj.Bayesian. Got Bayesian"),
     (lambda: mj.Bayesian(net())(X[0, 0]), ValueError, "leading batch axes"),
     (lambda: mj.Bayesian(net(), mj.Categorical()).predict("a"), TypeError, "arrays. Got str"),
     (lambda: mj.Bayesian(net())(X, shift=jnp.ones((5, 1))), ValueError, "shift.*by position"),
