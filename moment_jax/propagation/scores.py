@@ -39,13 +39,13 @@ UNSEEN = 64.0
 class Entries(arrays.View):
     """For each attention weight, the entry of an array that acts on its score."""
 
-    of: Any  # a certain array (N,), or a `Weight` or `Moments`
+    of: Any  # a certain array (N,), or the `Moments` of a random one
     places: Places
 
     @property
     def random(self) -> bool:
         """Whether it is a random array."""
-        return isinstance(self.of, Weight | Moments)
+        return isinstance(self.of, Moments)
 
     @property
     def known(self) -> bool:
@@ -60,17 +60,7 @@ class Entries(arrays.View):
     @property
     def mean(self) -> Any:
         """Mean of the array, (N,)."""
-        if not self.random:
-            return self.of
-        belief = self.of.posterior.mean if isinstance(self.of, Weight) else self.of.base.numbers[0]
-        return belief.reshape(-1)
-
-    @property
-    def variance(self) -> Any:
-        """Variances of a random array, (N,)."""
-        if isinstance(self.of, Weight):
-            return self.of.posterior.marginal_variance().reshape(-1)
-        return self.of.base.numbers[1].variance().reshape(-1)
+        return self.of.base.numbers[0].reshape(-1) if self.random else self.of
 
     def shown(self, table: InWeights) -> Places:
         """Which of them act on these weights, (H, T, S), with axes of length one where they repeat."""
@@ -170,7 +160,8 @@ class Scores:
                 rest = product([y for y in factors if y is not x], table)
                 factor = rest if mean is None else rest * mean()
                 places = x.places.ravel()[np.maximum(table, 0)]
-                found.append(ScoreNoise(x.variance, places, factor))
+                variance = x.of.base.numbers[1].variance().reshape(-1)
+                found.append(ScoreNoise(variance, places, factor))
         return tuple(found)
 
     def shift(self, table: InWeights, rows: Rows) -> Any:
@@ -256,8 +247,13 @@ def _read(propagator: Propagator, weights: Node) -> Scores | tuple[Node, str]:
         below.down()
         if below.shifts or below.choices or not _is_product(below.node):
             return below.node, f"`{below.node.op}` below the cap of its scores"
-    if any(f.random for choice in walk.choices for shift in choice.other for f in shift):
-        return weights, "a random number in the place of a score"
+    others = [f for choice in walk.choices for shift in choice.other for f in shift]
+    seen = not all(_hides(choice.other) for choice in walk.choices)
+    if any(f.random for f in [*others, *(f for s in walk.shifts for f in s if seen)]):
+        return (
+            weights,
+            "a random bias where a number that may be seen stands in the place of scores",
+        )
     eps = float(jnp.finfo(argument.dtype).eps)
     return Scores(
         below.node, below.places, rows, argument.shape[axis], eps, gates, tuple(below.factors), cap,
@@ -339,10 +335,9 @@ class Walk:
             return self.certain(x)
         if isinstance(x, Node) and not _of_weights(x):
             return None
-        view: Any = _view_of_weight(x)
-        view = self.propagator.moments(x) if view is None else view
-        index = np.broadcast_to(view.places, self.node.shape)
-        return Entries(view, index.ravel()[self.places])
+        weight = _view_of_weight(x)
+        m = self.propagator.moments(x if weight is None else weight)
+        return Entries(m, np.broadcast_to(m.places, self.node.shape).ravel()[self.places])
 
 
 class Softmax(NamedTuple):
