@@ -5,7 +5,9 @@ from moment_jax.propagation import (  # importing them registers their rules
     dense,
     elementwise,
     joins,
+    loops,
     normalization,
+    tied,
 )
 from moment_jax.propagation.errors import PropagationError, Step
 from moment_jax.propagation.propagator import propagate, propagation_rule

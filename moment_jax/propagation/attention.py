@@ -14,14 +14,15 @@ from moment_jax.layers.params import AttentionParams, DenseParams
 from moment_jax.layers.rules import split_heads
 from moment_jax.layers.sublayers import attention_with_carry
 from moment_jax.posterior import Factorized, OutputShared, Point
-from moment_jax.propagation import arrays, regions
+from moment_jax.propagation import arrays, primitives, regions
 from moment_jax.propagation.arrays import Axes, Moments, Places
 from moment_jax.propagation.dense import Projection, identity, projection, rotated
 from moment_jax.propagation.errors import LINEARISE, refuse
 from moment_jax.propagation.graph import Node, as_weight, weights_in
 from moment_jax.propagation.joins import combined
+from moment_jax.propagation.paths import Entries
 from moment_jax.propagation.propagator import Propagator, pattern
-from moment_jax.propagation.scores import Entries, Rows, Scores, product, read
+from moment_jax.propagation.scores import Rows, Scores, product, read
 from moment_jax.propagation.weights import Weight, overlap, select
 
 
@@ -121,7 +122,9 @@ def _moments(
     mask, x, source = core.rows.mask, query.x, key.x
     own, t = x.same(source), len(x.order)
     # Nothing is hidden by order where each looks at whom it is seen by, as in a batch of sequences.
-    mutual = arrays.is_known(mask) and mask.ndim == 2 and np.array_equal(mask, np.transpose(mask))
+    mutual = (
+        primitives.is_known(mask) and mask.ndim == 2 and np.array_equal(mask, np.transpose(mask))
+    )
     if own:
         propagator.find_pool(t, mask, mutual, x.dtype)
     layers: Any = [part.params(c) for part, c in zip(core.parts, core.columns, strict=True)]
@@ -214,7 +217,7 @@ def _scaled(core: Core) -> Core:
         return replace(core, scores=replace(core.scores, scale=whole))
     number = math.prod((f.number for f in scale), start=root)
     query, *others = core.parts
-    same = arrays.is_known(number) and math.isclose(number, 1, rel_tol=core.scores.eps)
+    same = primitives.is_known(number) and math.isclose(number, 1, rel_tol=core.scores.eps)
     parts = query if same else query.times(number), *others
     return replace(core, parts=parts, scores=replace(core.scores, scale=()))
 
@@ -235,7 +238,7 @@ def _as_it_is(propagator: Propagator, value: Any, features: Axes) -> Projection:
     def rotation(n: Node) -> Projection | None:
         return (
             None
-            if arrays.is_view(n)
+            if primitives.is_view(n)
             else rotated(propagator, n, partial(identity, propagator, features=features))
         )
 

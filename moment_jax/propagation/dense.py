@@ -1,4 +1,4 @@
-"""Dense layers with any arrangement of axes, their views, biases and gains, and tied weights."""
+"""Dense layers with any arrangement of axes, their views, biases and gains."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -6,24 +6,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance.numerics import safe_divide, safe_sqrt
 from moment_jax.layers.dense import dense
 from moment_jax.layers.ends import embedding
 from moment_jax.layers.params import DenseParams
 from moment_jax.posterior import Factorized, FullNormal, Point
-from moment_jax.propagation import arrays, regions
-from moment_jax.propagation.arrays import Axes, Base, Carry, Moments, Places, Sequence
-from moment_jax.propagation.errors import LINEARISE, refuse, shapes
-from moment_jax.propagation.graph import Node, as_weight, independent, is_random, weights_in
-from moment_jax.propagation.propagator import PATTERNS, Propagator, rule
-from moment_jax.propagation.weights import Weight, covariance_with, overlap, rescaled, select
-
-LARGEST = 2**24  # most entries of the Jacobian of a factor with a tied weight
+from moment_jax.propagation import arrays, primitives, regions
+from moment_jax.propagation.arrays import Axes, Carry, Moments, Places, Sequence
+from moment_jax.propagation.graph import Node, as_weight, independent, is_random
+from moment_jax.propagation.paths import Path
+from moment_jax.propagation.propagator import Propagator, rule
+from moment_jax.propagation.weights import Weight, rescaled, select
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +65,8 @@ class _Reading(NamedTuple):
     other: arrays.Factor
 
 
-def _readings(node: Node) -> Iterator[_Reading]:
+def readings(node: Node) -> Iterator[_Reading]:
+    """A product as that of an array and a weight, from either side."""
     axes = arrays.factors(node)
     for side in (0, 1):
         value, weight = node.operands[side], as_weight(node.operands[1 - side])
@@ -84,7 +81,7 @@ def read_dense(
 
     `known` are the moments of its random operand, if they are not to be computed.
     """
-    for side, value, weight, own, other in _readings(node):
+    for side, value, weight, own, other in readings(node):
         # A batch of layers is one layer with a block for each.
         batch = tuple(i for i in own.batch if np.shape(value)[i] > 1)
         features = (*batch, *own.contracted)
@@ -150,7 +147,7 @@ def _with_kernel(propagator: Propagator, node: Node) -> Node:
 
 def _over_tokens(propagator: Propagator, node: Node) -> Moments | None:
     """A kernel over the tokens, the same for all features, or a certain one for each group of them."""
-    for side, value, weight, own, other in _readings(node):
+    for side, value, weight, own, other in readings(node):
         m = propagator.moments(value)
         features = m.natural()[1]
         heads = tuple(i for i in own.batch if m.shape[i] > 1)
@@ -303,7 +300,7 @@ def projection(propagator: Propagator, node: Any) -> Projection | None:
     inner = partial(projection, propagator)
 
     def read(n: Node) -> Projection | None:
-        if arrays.is_view(n):
+        if primitives.is_view(n):
             return None
         if n.op == "dot_general":
             return read_dense(propagator, n)
@@ -349,7 +346,7 @@ def _with_bias(node: Node, inner: Reader) -> Projection | None:
 
 def _scaled(node: Node, inner: Reader) -> Projection | None:
     for value, factor in (node.operands, node.operands[::-1]):
-        number = arrays.uniform(factor)
+        number = primitives.uniform(factor)
         if number is None or (node.op == "div" and value is not node.operands[0]):
             continue
         found = inner(value)
@@ -362,13 +359,13 @@ def rotated(propagator: Propagator, node: Node, inner: Reader) -> Projection | N
 
     def linear(n: Node) -> bool:
         summed = n.op in ("add", "sub", "neg", "concatenate")
-        return summed or arrays.is_view(n) or (n.op == "mul" and len(n.nodes) == 1)
+        return summed or primitives.is_view(n) or (n.op == "mul" and len(n.nodes) == 1)
 
     for source in regions.sources(node, linear):
         if source.shape != node.shape or source.op == "concatenate":
             continue
         found = inner(source)
-        terms = None if found is None else _terms(propagator, node, source)
+        terms = None if found is None else _paths(Path.of(propagator, node), source)
         if found is None or found.rotation is not None or terms is None:
             return None
         rotation = _rotation(terms, found)
@@ -376,68 +373,31 @@ def rotated(propagator: Propagator, node: Node, inner: Reader) -> Projection | N
     return None
 
 
-class _Term(NamedTuple):
-    """A summand of each entry of an array: an entry of another, times entries of certain arrays."""
-
-    places: Places
-    factors: tuple[tuple[Any, Places], ...] = ()
-
-    def moved(self, move: Callable[[Places], Any]) -> "_Term":
-        """That of an array whose entries are rearranged; -1 is none."""
-        return _Term(move(self.places), tuple((array, move(at)) for array, at in self.factors))
-
-
-def _terms(propagator: Propagator, node: Node, source: Node) -> list[_Term] | None:
-    """An array as a sum of rearranged and multiplied entries of another; None if it is none."""
-    if node is source:
-        return [_Term(arrays.numbered(node.shape))]
-    found: list[Any] = [_terms(propagator, x, source) for x in node.nodes]
-    if not found or None in found:
+def _paths(path: Path, source: Node) -> list[Path] | None:
+    """All paths to an array; None if an operation has no place on one."""
+    if path.node is source:
+        return [path]
+    found = [_paths(below, source) for below in path.steps()]
+    if not found or None in found or path.shifts:
         return None
-    first, *others = found
-    minus = np.full(1, -1.0), np.zeros(node.shape, int)
-    if arrays.is_view(node):
-        if arrays.moved(node, first[0].places, node.operands[1:]) is None:
-            return None
-        rest = node.operands[1:]
-        return [
-            t.moved(lambda at: (arrays.moved(node, at, rest) or [])[node.output]) for t in first
-        ]
-    if node.op == "neg":
-        return [_Term(t.places, (*t.factors, minus)) for t in first]
-    if node.op in ("add", "sub") and others:
-        signs = (minus,) if node.op == "sub" else ()
-        return [*first, *(_Term(t.places, (*t.factors, *signs)) for t in others[0])]
-    if node.op == "mul" and not others:
-        (array,) = (x for x in node.operands if not isinstance(x, Node))
-        factor = propagator.entries(array, node.shape)
-        return [_Term(t.places, (*t.factors, factor)) for t in first]
-    if node.op != "concatenate" or len(found) < len(node.operands):
-        return None
-    axis, start, whole = node.params["dimension"], 0, []
-    for part, x in zip(found, node.nodes, strict=True):
-        after = node.shape[axis] - start - x.shape[axis]
-        sides = [(start, after) if i == axis else (0, 0) for i in range(node.ndim)]
-        start += x.shape[axis]
-        whole += [t.moved(partial(np.pad, pad_width=sides, constant_values=-1)) for t in part]
-    return whole
+    return [path for each in found if each is not None for path in each]
 
 
-def _rotation(terms: list[_Term], inner: Projection) -> Any:
+def _rotation(terms: list[Path], inner: Projection) -> Any:
     """The matrix that maps the last axis, by token, (T, K, K); None for any other map."""
     k = inner.shape[-1]
     tokens = inner.places.reshape(-1, k)[:, 0] // inner.layer.kernel.shape[1]
     _, first, of_first = np.unique(tokens, return_index=True, return_inverse=True)
-    known = all(arrays.is_known(array) for t in terms for array, _ in t.factors)
+    known = all(f.known for t in terms for f in t.factors)
     matrices: Any = (np if known else jnp).zeros((len(first), k, k), inner.x.dtype)
     for t in terms:
         row, column = np.divmod(t.places.reshape(-1, k), k)
         there = t.places.reshape(-1, k) >= 0
         value: Any = np.where(there, 1.0, 0.0)
-        for array, at in t.factors:
-            value = value * arrays.take(array, at).reshape(-1, k)
+        for f in t.factors:
+            value = value * arrays.take(f.mean, f.places).reshape(-1, k)
         # Heads of one token share its matrix; what is not known is the same if it is the same entry.
-        shown = value if known else np.stack([at.reshape(-1, k) for _, at in t.factors])
+        shown = value if known else np.stack([f.places.reshape(-1, k) for f in t.factors])
         alike = np.array_equal(shown[..., first[of_first], :], shown)
         if not (row == np.arange(len(row))[:, None])[there].all() or not alike:
             return None
@@ -449,68 +409,3 @@ def _rotation(terms: list[_Term], inner: Projection) -> Any:
         else:
             matrices = matrices.at[entry].add(value[first])
     return jnp.asarray(matrices)
-
-
-def _tied(propagator: Propagator, node: Node) -> Moments | None:
-    """A product with a weight on which its other factor depends, such as a tied embedding.
-
-    It is a dense layer of its own kernel, and what the covariance of x and the kernel, K, adds: E[dx dw]
-    to the mean, and to the covariance, beside cross terms of first order, those of both in dx dw. K is
-    the Jacobian of x at the means of all weights times the belief's covariance.
-    """
-    if not node.tied:
-        return None
-    known = regions.BY_ROW - {"argmax"} | {"dot_general", "concatenate", "belief", "pad"}
-    reading, found = next(_readings(node), None) if node.op == "dot_general" else None, None
-    if reading is not None:
-        _, value, weight, own, other = reading
-        same = (w for w in weights_in(value) if overlap([w], [weight]))
-        differentiable = all(n.op in known for n in regions.between(value, []))
-        batch = any(value.shape[i] > 1 for i in own.batch)
-        if differentiable and not batch and all(w.posterior is weight.posterior for w in same):
-            found = read_dense(propagator, node)
-    if reading is None or found is None:
-        raise refuse(
-            f"`{node.op}` of random {shapes(node.operands)}, one of them a weight on which another "
-            "depends",
-            node.source,
-            f"One weight can be used twice in products such as a tied embedding. Else {LINEARISE}.",
-        )
-    belief = weight.posterior
-    rows = arrays.as_rows(arrays.numbered(value.shape), own.free, own.contracted)
-    columns = arrays.as_rows(weight.places, other.contracted, other.free)
-    sizes = value.size * belief.mean.size, rows.size * columns.size, node.size**2
-    if max(sizes) > LARGEST:
-        raise refuse(
-            f"a product with a tied weight, with a covariance of more than {LARGEST} entries",
-            node.source,
-            f"Use weights of its own, or {LINEARISE}.",
-        )
-
-    def of_weight(w: Any) -> Any:
-        return regions.compute([value], {arrays.Same(belief): w})[0].astype(w.dtype).reshape(-1)
-
-    x, layer = found.x, found.layer
-
-    def compute() -> tuple[Any, ...]:
-        jacobian = jax.jacrev(of_weight)(belief.mean).reshape(value.size, -1)
-        shared = covariance_with(belief, jacobian)[rows[:, :, None, None], columns[None, None]]
-        mean, out = dense(x.mean, x.cov, layer)
-        kernel = layer.kernel.mean
-        cross = jnp.einsum("dv,tdeu,se->tvsu", kernel, shared, x.mean)
-        # The Jacobian at the means may be steeper than expected: keep to Cauchy's inequality.
-        through, noise = x.cov.map_features(kernel), x.cov.weight_noise(x.mean, layer.kernel)
-        share = safe_divide(through.sd() * noise.sd(), jnp.abs(jnp.einsum("tvtv->tv", cross)))
-        share = jnp.where(share > 0, safe_sqrt(jnp.minimum(share, 1)), 0)
-        cross = share[:, :, None, None] * cross * share[None, None]
-        bent = jnp.einsum("tdeu,sedv->tvsu", shared, shared)
-        out = out.add(out.projected(cross + jnp.transpose(cross, (2, 3, 0, 1)) + bent))
-        return mean + jnp.einsum("tddv->tv", shared), out
-
-    propagator.note(node, "tied weights", "input and kernel jointly Gaussian, to first order")
-    shape = len(x.order), layer.kernel.shape[1]
-    return Moments(Base(shape, compute, None), found.places)
-
-
-# Before the others, which assume that operands and weights are independent.
-PATTERNS.insert(0, _tied)

@@ -16,7 +16,7 @@ from jax import Array
 from jax.extend import core
 
 from moment_jax.posterior import Point
-from moment_jax.propagation import arrays
+from moment_jax.propagation import primitives
 from moment_jax.propagation.arrays import Moments, Same
 from moment_jax.propagation.errors import LINEARISE, refuse
 from moment_jax.propagation.weights import Weight, affine, overlap
@@ -168,7 +168,7 @@ class Recorder:
             again = (Same(operands[0]), str(eqn.params)) if views else None
             if again in self.found:
                 return list(self.found[again])
-            results = arrays.evaluate(eqn.primitive, operands, eqn.params)
+            results = primitives.evaluate(eqn.primitive, operands, eqn.params)
             if views:
                 self.found[again] = results
             self._note_repeats(eqn, operands, results[0])
@@ -185,7 +185,7 @@ class Recorder:
                 return apart
         if name == "stack":
             return [self._stacked(operands, eqn, eqn.params["axis"])]
-        by_patches = arrays.as_product(eqn)
+        by_patches = primitives.as_product(eqn)
         if by_patches is not None:
             return self._applied(by_patches, operands, eqn)
         if name in ("remat2", "checkpoint") and not self.unrolls:
@@ -219,7 +219,7 @@ class Recorder:
             axes -= {place for i, place in placed if i not in known[0]}
         elif name == "transpose":
             axes = {i for i, old in enumerate(eqn.params["permutation"]) if old in known[0]}
-        elif name in arrays.ELEMENTWISE:
+        elif name in primitives.ELEMENTWISE:
             axes = axes.intersection(
                 *(k for k, x in zip(known, operands, strict=True) if np.ndim(x))
             )
@@ -245,7 +245,7 @@ class Recorder:
         if len(random) > 1 or not isinstance(weight, Weight):
             return None
         name = eqn.primitive.name
-        seen = arrays.moved(eqn, weight.places, operands[1:]) if weight is operands[0] else None
+        seen = primitives.moved(eqn, weight.places, operands[1:]) if weight is operands[0] else None
         lookup = name == "gather" and (weight.ndim == 2 or any((p < 0).any() for p in seen or ()))
         if seen is not None and not lookup:  # no embedding
             return [dataclasses.replace(weight, places=places) for places in seen]
@@ -291,7 +291,7 @@ class Recorder:
 
     def _branch(self, eqn: Any, operands: list[Value]) -> list[Value]:
         index, *args = operands
-        if is_random(index) or not arrays.is_known(index):
+        if is_random(index) or not primitives.is_known(index):
             raise refuse(
                 "`cond` on a value that is random or traced",
                 self.source(eqn),
@@ -340,7 +340,7 @@ class Recorder:
             if not isinstance(condition, Node) or not isinstance(case, Node) or case.op != "mul":
                 continue
             for x, slope in (case.operands, case.operands[::-1]):
-                known = isinstance(slope, Node) or arrays.uniform(slope) is not None
+                known = isinstance(slope, Node) or primitives.uniform(slope) is not None
                 if not isinstance(x, Node) or known or x.shape != case.shape:
                     continue
 
@@ -416,7 +416,7 @@ class Recorder:
 
 def _identity(x: Value) -> Any:
     """The number, or the identity of an array."""
-    known = arrays.is_known(x) and np.ndim(x) == 0
+    known = primitives.is_known(x) and np.ndim(x) == 0
     return (np.asarray(x).dtype.name, np.asarray(x).item()) if known else Same(x)
 
 
@@ -436,7 +436,9 @@ def _split_gains(eqn: Any, operands: list[Value], source: Any) -> list[Value]:
             continue
         for c, gain in (b.operands, b.operands[::-1]):
             found = (
-                isinstance(c, Node) and not isinstance(gain, Node) and arrays.uniform(gain) is None
+                isinstance(c, Node)
+                and not isinstance(gain, Node)
+                and primitives.uniform(gain) is None
             )
             # A gain in a as well makes a function of c w, such as silu.
             if found and not overlap(a.weights, weights_in(gain)):

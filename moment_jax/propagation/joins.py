@@ -18,7 +18,7 @@ from jax import Array
 from moment_jax.covariance.base import plus
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.expectations import ElementwiseMoments
-from moment_jax.propagation import arrays
+from moment_jax.propagation import arrays, primitives
 from moment_jax.propagation.arrays import Base, Moments, Places, Sequence
 from moment_jax.propagation.errors import LINEARISE, refuse, register, shapes, where
 from moment_jax.propagation.graph import Node, is_random, weights_in
@@ -230,7 +230,7 @@ def _sum(propagator: Propagator, node: Node) -> Moments | None:
     return Moments(found, arrays.ordered(node.shape, *parts[0].axes))
 
 
-@rule(*arrays.VIEWS)
+@rule(*primitives.VIEWS)
 def _view(propagator: Propagator, node: Node) -> Moments | None:
     first, *rest = node.operands
     if any(map(is_random, rest)):
@@ -242,7 +242,7 @@ def _view(propagator: Propagator, node: Node) -> Moments | None:
     if node.op == "gather" and isinstance(first, Weight) and first.ndim == 2:
         return None  # embedding lookup
     m = propagator.moments(first)
-    places = arrays.moved(node, m.places, rest)
+    places = primitives.moved(node, m.places, rest)
     return None if places is None else Moments(m.base, places[node.output])
 
 
@@ -293,7 +293,7 @@ def _assembled(propagator: Propagator, node: Node) -> Moments | None:
     data = slice(*_DATA[node.op])
     parts = node.operands[data]
     before, after = node.operands[: data.start], node.operands[data.start + len(parts) :]
-    if not all(map(arrays.is_known, (*before, *after))):
+    if not all(map(primitives.is_known, (*before, *after))):
         return None
     moments = [propagator.moments(x) for x in parts]
     # Number the entries of all parts, to see where they go.
@@ -302,7 +302,7 @@ def _assembled(propagator: Propagator, node: Node) -> Moments | None:
         arrays.numbered(m.shape).astype(np.int32) + (end - m.places.size)
         for m, end in zip(moments, ends, strict=True)
     ]
-    shown = np.asarray(arrays.evaluate(node.primitive, [*before, *ids, *after], node.params)[0])
+    shown = np.asarray(primitives.evaluate(node.primitive, [*before, *ids, *after], node.params)[0])
 
     # Where each entry is in its array; parts of one array are one part.
     known: list[tuple[Moments, Places]] = []

@@ -16,7 +16,7 @@ from moment_jax.layers.ends import softmax
 from moment_jax.layers.params import NormParams
 from moment_jax.layers.sublayers import norm_with_carry
 from moment_jax.posterior import Point
-from moment_jax.propagation import arrays, regions
+from moment_jax.propagation import arrays, primitives, regions
 from moment_jax.propagation.arrays import Axes, Base, Moments, Sequence
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.joins import combined
@@ -111,7 +111,7 @@ def log_probabilities(propagator: Propagator, node: Node) -> Moments | None:
     """Moments of the logarithm of what is a softmax, or a view of one; else None."""
 
     def of_softmax(n: Node) -> Moments | None:
-        found = None if arrays.is_view(n) else _found(n)
+        found = None if primitives.is_view(n) else _found(n)
         if found is None or found[-1] != "softmax":
             return None
         return _log_softmax(propagator.moments(found[0]).sequence(*found[1:3]), n)
@@ -169,7 +169,7 @@ def _reduced_sources(node: Node) -> Iterator[tuple[Node, Axes]]:
     def expandable(n: Node) -> bool:
         if n.op in regions.REDUCTIONS:
             reduced.append(n)
-        fixed = n.op in arrays.VIEWS and all(map(arrays.is_known, n.operands[1:]))
+        fixed = n.op in primitives.VIEWS and all(map(primitives.is_known, n.operands[1:]))
         return n.op in regions.BY_ROW and (fixed or regions.all_uniform(n))
 
     for source in regions.sources(node, expandable):

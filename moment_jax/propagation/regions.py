@@ -13,16 +13,16 @@ import numpy as np
 from jax import Array
 
 from moment_jax.posterior import Point
-from moment_jax.propagation import arrays
+from moment_jax.propagation import arrays, primitives
 from moment_jax.propagation.graph import Node
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import inlined
 
 REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax"}
-BY_ROW = arrays.ELEMENTWISE | REDUCTIONS | arrays.VIEWS
+BY_ROW = primitives.ELEMENTWISE | REDUCTIONS | primitives.VIEWS
 # What is recognised by its values may consist of the operations that it needs, and of no others: a clip
 # beyond the values that are tried would be dropped.
-LINEAR = arrays.VIEWS | {
+LINEAR = primitives.VIEWS | {
     "add", "add_any", "div", "integer_pow", "mul", "neg", "reduce_sum", "square", "sub",
 }  # fmt: skip
 NORM = LINEAR | {"pow", "rsqrt", "sqrt"}
@@ -100,9 +100,9 @@ def reads(output: Node) -> np.ndarray | None:
 def _read_of(node: Node, i: int, read: np.ndarray) -> np.ndarray:
     """How much of its operand i a node reads, of which itself this much is read."""
     x: Any = node.operands[i]
-    known: list[Any] = [np.asarray(y) if arrays.is_known(y) else None for y in node.operands]
+    known: list[Any] = [np.asarray(y) if primitives.is_known(y) else None for y in node.operands]
     seen = (
-        arrays.moved(node, np.arange(x.size).reshape(x.shape), node.operands[1:])
+        primitives.moved(node, np.arange(x.size).reshape(x.shape), node.operands[1:])
         if i == 0
         else None
     )
@@ -152,7 +152,7 @@ def compute(
             operands = [value(y) for y in x.operands]
             own = {"new_dtype": dtype_of(x.params["new_dtype"])} if "new_dtype" in x.params else {}
             params, belief = {**x.params, **own}, x.op == "belief"
-            found = operands if belief else arrays.evaluate(x.primitive, operands, params)
+            found = operands if belief else primitives.evaluate(x.primitive, operands, params)
             values[x] = found[x.output].astype(dtype_of(x.dtype))
         return values[x]
 
@@ -168,7 +168,7 @@ def probe(node: Node, source: Node, x: Any) -> Any:
     """Value of a node at a known value of its source, computed precisely; known if all else is."""
 
     def on_host(constant: Any) -> Any:
-        if not arrays.is_known(constant):
+        if not primitives.is_known(constant):
             return constant
         constant = np.asarray(jnp.asarray(constant))
         return constant.astype(precise(constant.dtype))
@@ -176,7 +176,7 @@ def probe(node: Node, source: Node, x: Any) -> Any:
     with jax.ensure_compile_time_eval():
         value = np.asarray(x).astype(precise(source.dtype)).reshape(source.shape)
         (found,) = compute([node], {source: value}, on_host, precise)
-        return np.asarray(found, float) if arrays.is_known(found) else found
+        return np.asarray(found, float) if primitives.is_known(found) else found
 
 
 def misfit(node: Node, source: Node, operations: set[str]) -> Node | None:
@@ -189,7 +189,7 @@ def misfit(node: Node, source: Node, operations: set[str]) -> Node | None:
         if n.op in REDUCTIONS or all(x in reduced for x in n.nodes):
             reduced.add(n)
         mask = n.op == "select_n" and not isinstance(n.operands[0], Node)
-        cut = n.op == "convert_element_type" and not arrays.is_view(n)  # to integers
+        cut = n.op == "convert_element_type" and not primitives.is_view(n)  # to integers
         guard = n.op in _GUARDS and n in reduced and operations is not LINEAR
         if not ((n.op in operations and not cut) or mask or guard):
             return n
@@ -210,7 +210,7 @@ def univariate(node: Node) -> Univariate | None:
     def expandable(n: Node) -> bool:
         same = all(x.shape == node.shape for x in n.nodes)
         total = n.op == "log" and n.nodes[0].op == "reduce_sum"  # by hand a logsumexp
-        return n.op in arrays.ELEMENTWISE and same and all_uniform(n) and not total
+        return n.op in primitives.ELEMENTWISE and same and all_uniform(n) and not total
 
     found = [x for x in sources(node, expandable) if jnp.issubdtype(x.dtype, jnp.floating)]
     if not found:
@@ -230,7 +230,7 @@ def univariate(node: Node) -> Univariate | None:
 
 def all_uniform(node: Node) -> bool:
     """Whether each certain operand holds one number."""
-    return all(isinstance(x, Node) or arrays.uniform(x) is not None for x in node.operands)
+    return all(isinstance(x, Node) or primitives.uniform(x) is not None for x in node.operands)
 
 
 def through_views(node: Any, find: Callable[[Node], Any]) -> Any:
@@ -238,8 +238,8 @@ def through_views(node: Any, find: Callable[[Node], Any]) -> Any:
     if not isinstance(node, Node):
         return None
     found = find(node)
-    if found is None and arrays.is_view(node):
+    if found is None and primitives.is_view(node):
         inner = through_views(node.operands[0], find)
-        places = None if inner is None else arrays.moved(node, inner.places, node.operands[1:])
+        places = None if inner is None else primitives.moved(node, inner.places, node.operands[1:])
         found = None if places is None else dataclasses.replace(inner, places=places[node.output])
     return found

@@ -11,7 +11,7 @@ does not read like this raises: nothing is guessed.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -22,64 +22,16 @@ from moment_jax.expectations import ElementwiseMoments
 from moment_jax.expectations.activations import Formula
 from moment_jax.expectations.recognition import Pieces
 from moment_jax.layers.rules import ScoreNoise
-from moment_jax.posterior import Point
-from moment_jax.propagation import arrays, regions
-from moment_jax.propagation.arrays import InWeights, Moments, Places
+from moment_jax.propagation import arrays, primitives, regions
+from moment_jax.propagation.arrays import InWeights, Places
 from moment_jax.propagation.elementwise import recognised
 from moment_jax.propagation.errors import LINEARISE, refuse
 from moment_jax.propagation.graph import Node, is_random
+from moment_jax.propagation.paths import Choice, Entries, Factors, Path, is_product, merged
 from moment_jax.propagation.propagator import Propagator
-from moment_jax.propagation.weights import Weight
 
 UNSEEN = 64.0
 """A key that is lower than the row's highest by more than this has no weight, exp(-64)."""
-
-
-@dataclass(frozen=True, eq=False)
-class Entries(arrays.View):
-    """For each attention weight, the entry of an array that acts on its score."""
-
-    of: Any  # a certain array (N,), or the `Moments` of a random one
-    places: Places
-
-    @property
-    def random(self) -> bool:
-        """Whether it is a random array."""
-        return isinstance(self.of, Moments)
-
-    @property
-    def known(self) -> bool:
-        """Whether it is known while tracing."""
-        return arrays.is_known(self.of)
-
-    @property
-    def number(self) -> Any:
-        """The one number that acts on all scores, traced or not."""
-        return float(self.of[0]) if self.known else self.of[0]
-
-    @property
-    def mean(self) -> Any:
-        """Mean of the array, (N,)."""
-        return self.of.base.numbers[0].reshape(-1) if self.random else self.of
-
-    def shown(self, table: InWeights) -> Places:
-        """Which of them act on these weights, (H, T, S), with axes of length one where they repeat."""
-        return _merged(self.places.ravel()[np.maximum(table, 0)], (0, 1, 2))
-
-    def over(self, table: InWeights) -> Any:
-        """Their means, likewise."""
-        return arrays.take(self.mean, self.shown(table))
-
-
-Factors = tuple[Entries, ...]
-
-
-class Choice(NamedTuple):
-    """The scores where `kept` is `when`, and the sum of `other` elsewhere."""
-
-    kept: Entries
-    when: bool
-    other: tuple[Factors, ...]
 
 
 class Rows(NamedTuple):
@@ -121,7 +73,7 @@ class Scores:
         there |= ~there.any(2, keepdims=True) & there.any(1, keepdims=True)  # rows of no weights
         there = np.ones((1, 1, 1), bool) if there.all() else there
         if not certain and not self.choices:
-            return Rows(None if there.all() else _mask(_merged(there)))
+            return Rows(None if there.all() else _mask(merged(there)))
         used = [*certain, *(shift for choice in self.choices for shift in choice.other)]
         known = all(
             f.known for f in (*(f for s in used for f in s), *(c.kept for c in self.choices))
@@ -145,9 +97,9 @@ class Scores:
         if not known:
             return Rows(_mask(mask), counts, shift, lost)
         return Rows(
-            None if mask.all() else _mask(_merged(mask)),
-            None if counts.all() else _merged(counts),
-            None if shift is None or not shift.any() else _merged(shift),
+            None if mask.all() else _mask(merged(mask)),
+            None if counts.all() else merged(counts),
+            None if shift is None or not shift.any() else merged(shift),
             lost if lost.any() else None,
         )
 
@@ -187,14 +139,6 @@ def _mask(array: Any) -> Any:
     return array[0] if len(array) == 1 else array
 
 
-def _merged(array: np.ndarray, axes: tuple[int, ...] = (0, 1)) -> np.ndarray:
-    """The array with these of its axes, (H, T, S), of length one where all along them are alike."""
-    for axis in axes:
-        first = array.take([0], axis)
-        array = first if (array == first).all() else array
-    return array
-
-
 def _hides(other: tuple[Factors, ...]) -> bool:
     """Whether a key with this number in place of a score is hidden beside any score."""
     factors = [f for shift in other for f in shift]
@@ -223,121 +167,55 @@ def read(propagator: Propagator, weights: Node) -> Scores | None:
 
 def _read(propagator: Propagator, weights: Node) -> Scores | tuple[Node, str]:
     """`read`; or the operation that does not fit, and why."""
-    walk = Walk(propagator, weights, arrays.numbered(weights.shape))
-    while (softmax := _softmax(walk.node)) is None:
-        if not walk.step() or walk.shifts or walk.choices:
-            return walk.node, "weights that are no softmax of its scores"
-    gates, walk.factors = tuple(walk.factors), []
-    argument, axis = softmax.argument, softmax.axis
+    path = Path.of(propagator, weights)
+    while (softmax := _softmax(path.node)) is None:
+        steps = path.steps(_leads)
+        if len(steps) != 1 or steps[0].shifts or steps[0].choices:
+            return path.node, "weights that are no softmax of its scores"
+        (path,) = steps
+    gates, argument, axis = path.factors, softmax.argument, softmax.axis
     rows = arrays.numbered(argument.shape).take([0], axis)
-    rows = np.broadcast_to(rows, argument.shape).ravel()[walk.places]
+    rows = np.broadcast_to(rows, argument.shape).ravel()[path.places]
+    path = replace(path, node=argument, factors=())
     if softmax.kept is not None:
-        none = walk.certain(np.float32(-np.inf))
-        walk.choices.append(Choice(walk.certain(softmax.kept), softmax.when, ((none,),)))
+        none = path.certain(np.float32(-np.inf))
+        choice = Choice(path.certain(softmax.kept), softmax.when, ((none,),))
+        path = replace(path, choices=(choice,))
     if softmax.factor != 1:
-        walk.factors.append(walk.certain(np.float64(softmax.factor)))
-    walk.node = argument
-    walk.down()
-    below, cap = walk, None
-    if not _is_product(walk.node):
-        found = _cap(walk)
+        path = replace(path, factors=(path.certain(np.float64(softmax.factor)),))
+    path = _down(path)
+    below, cap = path, None
+    if not is_product(path.node):
+        found = _cap(path)
         if isinstance(found, str):
-            return walk.node, found
+            return path.node, found
         below, cap = found
-        below.down()
-        if below.shifts or below.choices or not _is_product(below.node):
+        below = _down(below)
+        if below.shifts or below.choices or not is_product(below.node):
             return below.node, f"`{below.node.op}` below the cap of its scores"
-    others = [f for choice in walk.choices for shift in choice.other for f in shift]
-    seen = not all(_hides(choice.other) for choice in walk.choices)
-    if any(f.random for f in [*others, *(f for s in walk.shifts for f in s if seen)]):
+    others = [f for choice in path.choices for shift in choice.other for f in shift]
+    seen = not all(_hides(choice.other) for choice in path.choices)
+    if any(f.random for f in [*others, *(f for s in path.shifts for f in s if seen)]):
         return (
             weights,
             "a random bias where a number that may be seen stands in the place of scores",
         )
     eps = float(jnp.finfo(argument.dtype).eps)
     return Scores(
-        below.node, below.places, rows, argument.shape[axis], eps, gates, tuple(below.factors), cap,
-        tuple(walk.shifts), tuple(walk.choices), (*walk.apart, *below.apart),
+        below.node, below.places, rows, argument.shape[axis], eps, gates, below.factors, cap,
+        path.shifts, path.choices, (*path.apart, *below.apart),
     )  # fmt: skip
 
 
-@dataclass(eq=False)
-class Walk:
-    """A path from an array down to a product of two random arrays, and what acts on that on the way."""
+def _leads(node: Node) -> bool:
+    return bool(_products(node, through_exp=False))
 
-    propagator: Propagator
-    node: Node
-    places: Places  # of the first array's entries in this one
-    factors: list[Entries] = field(default_factory=list)
-    shifts: list[Factors] = field(default_factory=list)
-    choices: list[Choice] = field(default_factory=list)
-    apart: list[tuple[Node, int]] = field(default_factory=list)  # random operands beside the path
 
-    def down(self) -> None:
-        """All steps that have a place in the formula."""
-        while not _is_product(self.node) and self.step():
-            pass
-
-    def step(self) -> bool:
-        """One operation further down, if it has a place in the formula."""
-        node, operands = self.node, self.node.operands
-        if arrays.is_view(node):
-            moved = arrays.moved(node, arrays.numbered(operands[0].shape), operands[1:])
-            places = None if moved is None else moved[node.output].ravel()[self.places]
-            if places is None or (places < 0).any():
-                return False
-            self.node, self.places = operands[0], places
-            return True
-        inner = next((x for x in node.nodes if _products(x, through_exp=False)), None)
-        others = [x for x in operands if x is not inner]
-        if inner is None or inner.shape != node.shape or len(others) != len(operands) - 1:
-            return False
-        if node.op == "select_n" and not is_random(operands[0]) and len(operands) == 3:
-            condition, other = others
-            beside = self.entries(other)
-            if beside is None:
-                return False
-            replaced = (*self.shifts, (*self.factors, beside))
-            self.choices.append(Choice(self.certain(condition), operands[2] is inner, replaced))
-        elif node.op == "neg":
-            self.factors.append(self.certain(np.float32(-1)))
-        elif node.op in ("mul", "div", "add", "add_any", "sub"):
-            first = operands[0] is inner
-            other = self.entries(others[0])
-            if other is None or (node.op == "div" and (not first or other.random)):
-                return False
-            if other.random:
-                self.apart.append((node, int(first)))
-            if node.op == "div":
-                other = replace(other, of=1 / other.of)
-            if node.op in ("mul", "div"):
-                self.factors.append(other)
-            else:
-                minus = self.certain(np.float32(-1))
-                turned = [minus] if node.op == "sub" else []
-                self.shifts.append((*self.factors, other, *(turned if first else [])))
-                self.factors += [] if first else turned
-        else:
-            return False
-        self.node = inner
-        return True
-
-    def certain(self, x: Any) -> Entries:
-        """The entries of a certain array, or of a number."""
-        array, index = self.propagator.entries(x, self.node.shape)
-        return Entries(array, index.ravel()[self.places])
-
-    def entries(self, x: Any) -> Entries | None:
-        """The entries of a certain array, or of a random one made of weights alone; else None."""
-        if isinstance(x, Weight) and isinstance(x.posterior, Point):
-            x = arrays.take(x.posterior.mean, x.places)
-        if not is_random(x):
-            return self.certain(x)
-        if isinstance(x, Node) and not _of_weights(x):
-            return None
-        weight = _view_of_weight(x)
-        m = self.propagator.moments(x if weight is None else weight)
-        return Entries(m, np.broadcast_to(m.places, self.node.shape).ravel()[self.places])
+def _down(path: Path) -> Path:
+    """All steps to the product that have a place in the formula."""
+    while not is_product(path.node) and len(below := path.steps(_leads)) == 1:
+        (path,) = below
+    return path
 
 
 class Softmax(NamedTuple):
@@ -390,23 +268,21 @@ def _softmax(node: Node) -> Softmax | None:
     return Softmax(argument, axis, factor, *mask) if same else None
 
 
-def _same(node: Node) -> Node:
+def _same(node: Node, operations: set[str] = primitives.UNMOVED) -> Node:
     """The array in its first precision and place."""
-    while node.op in arrays.UNMOVED and arrays.is_view(node) and isinstance(node.operands[0], Node):
+    while node.op in operations and primitives.is_view(node) and isinstance(node.operands[0], Node):
         node = node.operands[0]
     return node
 
 
 def _unbroadcast(node: Node) -> Node:
     """The array of which this is a view."""
-    while arrays.is_view(node) and isinstance(node.operands[0], Node):
-        node = node.operands[0]
-    return node
+    return _same(node, primitives.VIEWS)
 
 
 def _is_reciprocal(node: Node) -> bool:
     if node.op == "div":
-        return isinstance(node.operands[1], Node) and arrays.uniform(node.operands[0]) == 1
+        return isinstance(node.operands[1], Node) and primitives.uniform(node.operands[0]) == 1
     return node.op == "integer_pow" and node.params["y"] == -1
 
 
@@ -416,7 +292,7 @@ def _masked(node: Node) -> tuple[Node, Any, bool] | None:
         return None
     condition, off, on = node.operands
     for inner, other, when in ((on, off, True), (off, on, False)):
-        if isinstance(inner, Node) and not is_random(other) and arrays.uniform(other) == 0:
+        if isinstance(inner, Node) and not is_random(other) and primitives.uniform(other) == 0:
             return _same(inner), condition, when
     return None
 
@@ -426,8 +302,8 @@ def _without_shift(node: Node, axis: int) -> Node:
     while node.op == "sub" and len(node.nodes) == 2:
         row = node.nodes[1]
         places = np.broadcast_to(arrays.numbered(row.shape), node.shape)
-        while arrays.is_view(row) and isinstance(row.operands[0], Node):
-            moved = arrays.moved(row, arrays.numbered(row.operands[0].shape), row.operands[1:])
+        while primitives.is_view(row) and isinstance(row.operands[0], Node):
+            moved = primitives.moved(row, arrays.numbered(row.operands[0].shape), row.operands[1:])
             if moved is None:
                 break
             row, places = row.operands[0], moved[row.output].ravel()[places]
@@ -437,17 +313,17 @@ def _without_shift(node: Node, axis: int) -> Node:
     return node
 
 
-def _cap(walk: Walk) -> tuple[Walk, Formula] | str:
+def _cap(path: Path) -> tuple[Path, Formula] | str:
     """The path below a function of each score by itself, and that function's moments; or what is odd."""
-    found = regions.univariate(walk.node)
+    found = regions.univariate(path.node)
     if found is None or not _products(found.source, through_exp=False):
-        return f"`{walk.node.op}` between its scores and its weights"
-    name, transform, _ = recognised(found, walk.node)
+        return f"`{path.node.op}` between its scores and its weights"
+    name, transform, _ = recognised(found, path.node)
     if name == "steps" or isinstance(transform, Pieces):
-        return f"`{walk.node.op}`, by which its scores jump, before its weights"
-    if walk.shifts or any(f.random or f.of.size > 1 for f in walk.factors):
-        return f"`{walk.node.op}` of its scores, shifted or scaled by more than one number"
-    factor = math.prod(f.number for f in walk.factors)
+        return f"`{path.node.op}`, by which its scores jump, before its weights"
+    if path.shifts or any(f.random or f.of.size > 1 for f in path.factors):
+        return f"`{path.node.op}` of its scores, shifted or scaled by more than one number"
+    factor = math.prod(f.number for f in path.factors)
 
     def scaled(mean: Array, variance: Array) -> ElementwiseMoments:
         of = transform(mean, variance)
@@ -455,12 +331,7 @@ def _cap(walk: Walk) -> tuple[Walk, Formula] | str:
             factor * of.mean, factor**2 * of.variance, factor * of.gain, factor * of.second
         )
 
-    return Walk(walk.propagator, found.source, walk.places), scaled
-
-
-def _is_product(node: Node) -> bool:
-    """Whether this is a product of random arrays, or of one and a certain array."""
-    return node.op == "dot_general" and not any(isinstance(x, Weight) for x in node.operands)
+    return Path(path.propagator, found.source, path.places), scaled
 
 
 def _products(node: Node, *, through_exp: bool = True) -> list[Node]:
@@ -472,25 +343,5 @@ def _products(node: Node, *, through_exp: bool = True) -> list[Node]:
         if n not in seen:
             seen.add(n)
             stack += n.nodes if n.op in regions.BY_ROW else []
-    found = [n for n in seen if _is_product(n)]
+    found = [n for n in seen if is_product(n)]
     return found if not through_exp or any(n.op in ("exp", "exp2") for n in seen) else []
-
-
-def _of_weights(node: Node) -> bool:
-    """Whether an array is made of weights and certain arrays alone."""
-    inside = regions.between(node, [])
-    return not any(_is_product(n) or n.op in ("given", "loop") for n in inside)
-
-
-def _view_of_weight(value: Any) -> Weight | None:
-    """The belief's weights that an array consists of; None if it is computed from them."""
-    if isinstance(value, Weight):
-        return value
-    if value.op == "belief":
-        found: Weight = value.operands[0]
-        return found
-    inner = _view_of_weight(value.operands[0]) if arrays.is_view(value) else None
-    places = None if inner is None else arrays.moved(value, inner.places, value.operands[1:])
-    if inner is None or places is None or (places[value.output] < 0).any():
-        return None
-    return replace(inner, places=places[value.output])

@@ -21,7 +21,7 @@ from moment_jax.posterior import (
     Point,
     Posterior,
 )
-from moment_jax.propagation import arrays
+from moment_jax.propagation import arrays, primitives
 from moment_jax.propagation.arrays import Axes, Base
 from moment_jax.propagation.errors import explain_call
 
@@ -92,7 +92,7 @@ class Weight(arrays.View):
 
     def affine(self, scale: Any, shift: Any) -> Weight | None:
         """The belief about scale * w + shift, or None if the family cannot express it."""
-        if all(np.ndim(x) == 0 and arrays.is_known(x) for x in (scale, shift)) and shift == 0:
+        if all(np.ndim(x) == 0 and primitives.is_known(x) for x in (scale, shift)) and shift == 0:
             if scale == 1:
                 return self
             posterior = rescaled(self.posterior, scale)
@@ -138,7 +138,7 @@ def affine(name: str, operands: list[Any]) -> Weight | None:
     if name not in ("mul", "add", "sub", "div") or (name == "div" and not first):
         return None
     weight, other = operands if first else operands[::-1]
-    constant = arrays.uniform(other)
+    constant = primitives.uniform(other)
     other = other if constant is None else constant
     if name in ("mul", "div"):
         return weight.affine(other if name == "mul" else 1 / other, 0.0)
