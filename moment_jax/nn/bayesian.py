@@ -275,11 +275,17 @@ class Bayesian(Module):
     def check(self, x: Any, key: Array | None = None, samples: int = 300, **options: Any) -> Check:
         """The moments of this input beside those of sampled networks, and the price of both.
 
+        Before that the pass has to be the network where nothing is random: its mean without noise is
+        compared with the network's output.
+
         Args:
           x: the network's input, or a tuple of its arguments.
           key: a JAX random key; None for a fixed one.
           samples: number of networks drawn, 2 or more.
           options: the network's keyword arguments.
+
+        Raises:
+          PropagationError: if the pass without noise is not the network; names the first operation.
         """
         beside = beside_sampled(self, "check", x, key, samples, options)
         (moments, seconds), ((mean, sd), seconds_sampled) = beside
@@ -329,7 +335,7 @@ class Bayesian(Module):
             axes = self.batch_axes
             first = jax.tree.map(lambda leaf: leaf[(0,) * axes], inputs)
             given = model.beliefs, tuple(with_batch(x, axes) for x in first)
-            steps.extend(plan(fn, *given, self.structure, self.landmarks)[1])
+            steps.extend(plan(fn, *given, self.structure, self.landmarks)[1].steps.values())
 
         jax.eval_shape(run, state, inputs)
         return steps

@@ -13,9 +13,11 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from moment_jax.nn.inputs import arguments, check_inputs, check_key
+from moment_jax.nn.inputs import arguments, check_inputs, check_key, with_batch
 from moment_jax.nn.modules import as_nnx
 from moment_jax.nn.static import Static
+from moment_jax.propagation.law import check_mean, refuse_deviation
+from moment_jax.propagation.propagator import is_random_input
 from moment_jax.xla import inlined
 
 
@@ -75,6 +77,7 @@ def beside_sampled(
     check_key(caller, key)
     if samples < 2:
         raise ValueError(f"`{caller}` needs samples >= 2. Got {samples}.")
+    check_law(model, inputs, options)
     keys = jax.random.split(key, samples)
     own, known, found = (*nnx.split(model), inputs), Static(options), []
     for run in (partial(_pass, *own), partial(_drawn, *own, keys)):
@@ -83,6 +86,25 @@ def beside_sampled(
         result = jax.block_until_ready(run(known=known))
         found.append((result, time.perf_counter() - start))
     return found
+
+
+def check_law(model: Any, inputs: Any, options: dict[str, Any]) -> None:
+    """Raise if the pass without noise, the same program with other numbers, is not the network."""
+    if model.linearised or any(map(is_random_input, inputs)):
+        return
+    known, (graph, state) = Static(options), nnx.split(model.scaled(0.0))
+    found = _pass(graph, state, inputs, known=known).mean
+    what = check_mean(found, _at_means(graph, state, inputs, known=known))
+    if what is None:
+        return
+
+    def fn(values: Any, *inputs: Any) -> Any:
+        return model._network(values)(*inputs, **options)
+
+    axes, still = model.batch_axes, model.scaled(0.0)
+    first = jax.tree.map(lambda x: x[(0,) * axes], inputs)
+    given = still.beliefs, tuple(with_batch(x, axes) for x in first)
+    refuse_deviation(fn, *given, model.structure, model.landmarks, what)
 
 
 def spread_factors(sd: Array, sampled: Array) -> Array:
@@ -119,6 +141,12 @@ def _predicted(graph: Any, state: Any, inputs: Any, *, known: Static) -> Any:
 def _pass(graph: Any, state: Any, inputs: Any, *, known: Static) -> Any:
     model: Any = nnx.merge(graph, state)
     return model(*inputs, **known.value)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames="known")
+def _at_means(graph: Any, state: Any, inputs: Any, *, known: Static) -> Any:
+    model: Any = nnx.merge(graph, state)
+    return as_nnx(model.at_means(), model.output)(*inputs, **known.value)
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="known")

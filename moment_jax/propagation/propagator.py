@@ -315,7 +315,7 @@ def propagate(
 
         def computed(params: Any, inputs: Any) -> tuple[Array, Any]:
             output, found = plan(fn, params, inputs, structure, landmarks)
-            steps.extend(found)
+            steps.extend(found.steps.values())
             return output.moments
 
         mean, cov = materialized_inputs(computed)(params, inputs)
@@ -326,8 +326,8 @@ def propagate(
 
 def plan(
     fn: Any, params: Any, inputs: Any, structure: type[Covariance], landmarks: int | None
-) -> tuple[Sequence, Steps]:
-    """The output of `propagate(fn)`, with nothing computed, and the operations on the way."""
+) -> tuple[Sequence, Propagator]:
+    """The output of `propagate(fn)` with nothing computed, and what was planned on the way."""
 
     def is_belief(leaf: Any) -> bool:
         return isinstance(leaf, Posterior)
@@ -349,7 +349,7 @@ def plan(
             f"{len(traced.jaxpr.outvars)}. Pick one, as in lambda params, x: fn(params, x)[0]."
         )
 
-    def planned(unrolls: bool) -> tuple[Sequence, Steps]:
+    def planned(unrolls: bool) -> tuple[Sequence, Propagator]:
         propagator = Propagator(structure, landmarks)
 
         def argument(x: Any) -> Value:
@@ -366,7 +366,7 @@ def plan(
                 "`landmarks` needs to be at most the number of tokens of the longest sequence, "
                 f"{propagator.longest}. Got {landmarks}. None means all of up to 256 tokens."
             )
-        return m.sequence(*arrays.by_last_axis(m.ndim)), Steps(propagator.steps.values())
+        return m.sequence(*arrays.by_last_axis(m.ndim)), propagator
 
     try:
         return planned(False)
