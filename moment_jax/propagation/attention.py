@@ -188,6 +188,10 @@ def _core(propagator: Propagator, node: Node) -> Core | None:
             continue
         # As layers of one array, or else as one array in which all three stand side by side.
         nodes = (*scores.product.operands, values)
+        used = [w for n in nodes if isinstance(n, Node) for w in regions.weights_of(n, [])]
+        if any(overlap(used, weights_in(at.operands[i])) for at, i in scores.apart):
+            what = "attention with a random bias or factor, of weights that its inputs use"
+            raise refuse(what, weights.source, f"Give it weights of its own, or {LINEARISE}.")
         parts = [projection(propagator, x) for x in nodes]
         layout = None
         if None not in parts and _each_used_once(nodes, parts):
@@ -201,8 +205,8 @@ def _core(propagator: Propagator, node: Node) -> Core | None:
             layout = _layout(node, side, scores, parts)
         if layout is None or layout.columns[2].shape[1] != layout.columns[0].shape[1]:
             return None
-        if any(gate.shown(layout.table).shape[2] > 1 for gate in scores.gates):
-            what = "attention with weights that are multiplied key by key"
+        if any(g.random or g.shown(layout.table).shape[2] > 1 for g in scores.gates):
+            what = "attention with weights that are multiplied key by key, or by random numbers"
             raise refuse(what, weights.source, f"Add the logarithm to the scores, or {LINEARISE}.")
         core = _scaled(layout)
         return core if of_layers else _side_by_side(propagator, node, core)

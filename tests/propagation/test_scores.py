@@ -143,6 +143,12 @@ REFUSED = {
         {"weights": lambda p, w, c: w / (w.sum(-1, keepdims=True) + 1e-9)}, "no softmax",
     ),
     "a mixture": ({"weights": lambda p, w, c: 0.7 * w + 0.3 * SOFT}, "no softmax"),
+    "a bias of its own keys": (
+        {"scores": lambda p, z, c: z + p["key"][0, 0]}, "weights that its inputs use",
+    ),
+    "a random gate": (
+        {"weights": lambda p, w, c: w * p["mix"][0][:, None, None]}, "by random numbers",
+    ),
     "other weights": ({"weights": lambda p, w, c: w * SOFT}, "key by key"),
     "talking heads": (
         {"scores": lambda p, z, c: jnp.einsum("hts,hg->gts", z, p["mix"])}, "`dot_general` of random",
