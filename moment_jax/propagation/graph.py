@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -425,6 +425,26 @@ def _opened(jaxpr: Any) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
+def between(
+    root: Node, starts: Iterable[Any], operands: Callable[[Node], list[Node]] = lambda n: n.nodes
+) -> set[Node]:
+    """The nodes that an array depends on, down to but without `starts`."""
+    seen: set[Node] = set()
+    stack, ends = [root], set(starts)
+    while stack:
+        node = stack.pop()
+        if node in ends or node in seen:
+            continue
+        seen.add(node)
+        stack.extend(operands(node))
+    return seen
+
+
+def _since(b: Node, a: Node) -> set[Node]:
+    """The nodes from b on that a depends on."""
+    return between(a, (), lambda n: [x for x in n.nodes if x.index >= b.index])
+
+
 def _split_gains(eqn: Any, operands: list[Value], source: Any) -> list[Value]:
     """Rewrite a (c w) as (a c) w: Flax multiplies the gain w first, which hides the normalisation."""
     if eqn.primitive.name != "mul":
@@ -438,8 +458,8 @@ def _split_gains(eqn: Any, operands: list[Value], source: Any) -> list[Value]:
             found = (
                 isinstance(c, Node) and not isinstance(gain, Node) and arrays.uniform(gain) is None
             )
-            # A gain in a as well makes a function of c w, such as silu.
-            if found and not overlap(a.weights, weights_in(gain)):
+            # A function of c w as a whole, such as silu, stays one.
+            if found and not (overlap(a.weights, weights_in(gain)) or b in _since(b, a)):
                 inner = Node(eqn.primitive, eqn.params, (a, c), a.shape, a.dtype, source)
                 return [inner, gain]
     return operands
