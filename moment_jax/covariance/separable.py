@@ -390,8 +390,7 @@ class Separable(Covariance):
         """
         if cross is None:
             return self.add(branch)
-        if branch.pool is not self.pool:  # excludes masked tokens
-            return self.pooled(branch.pool).add_branch(branch, cross)
+        self = self.pooled(branch.pool)  # excludes masked tokens
         bound = safe_sqrt(self.variances * branch.variances)
         shared = jax.lax.clamp(-bound, cross.own(), bound)
         variances = self.variances + branch.variances + 2 * shared

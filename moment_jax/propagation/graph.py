@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ from jax.extend import core
 
 from moment_jax.posterior import Point
 from moment_jax.propagation import primitives
-from moment_jax.propagation.arrays import Moments, Same
+from moment_jax.propagation.arrays import Same
 from moment_jax.propagation.errors import LINEARISE, refuse
 from moment_jax.propagation.weights import Weight, affine, overlap
 
@@ -80,20 +80,6 @@ class Node:
         return [x for i, x in enumerate(self.operands) if i not in self.apart]
 
 
-def given(
-    moments: Moments, dtype: Any, weights: Iterable[Weight], attended: Iterable[Weight] = ()
-) -> Node:
-    """An array of known moments that depends on these weights: an input, or what a loop carries.
-
-    `attended` are the weights on which it depends through attention to a memory alone.
-    """
-    memory = Node(_GIVEN, {}, tuple(attended), (), dtype, ())
-    edge = Node(_GIVEN, {}, (memory,), (), dtype, (), apart={0})
-    operands = (*weights, edge) if memory.weights else tuple(weights)
-    moments.base.node = node = Node(_GIVEN, {}, operands, moments.shape, dtype, ())
-    return node
-
-
 def is_random(value: Value) -> bool:
     """Whether a value is a weight or a node."""
     return isinstance(value, Weight | Node)
@@ -128,7 +114,7 @@ def as_floating(value: Any) -> Array:
 Repeats = dict[Same, set[int]]  # the axes along which an array is the same
 _DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 _BELIEF = SimpleNamespace(name="belief")  # the primitive of a weight used as a random array
-_GIVEN = SimpleNamespace(name="given")  # that of an array of known moments
+GIVEN = SimpleNamespace(name="given")  # that of an array of known moments
 LOOP = SimpleNamespace(name="loop")  # that of a scan over stacked weights, or of a checkpoint
 _WITH_WEIGHTS = {"add", "add_any", "sub", "mul", "div"}
 
@@ -425,6 +411,21 @@ def _opened(jaxpr: Any) -> Any:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
+def between(
+    root: Node, starts: Iterable[Any], operands: Callable[[Node], list[Node]] = lambda n: n.nodes
+) -> set[Node]:
+    """The nodes that an array depends on, down to but without `starts`."""
+    seen: set[Node] = set()
+    stack, ends = [root], set(starts)
+    while stack:
+        node = stack.pop()
+        if node in ends or node in seen:
+            continue
+        seen.add(node)
+        stack.extend(operands(node))
+    return seen
+
+
 def _split_gains(eqn: Any, operands: list[Value], source: Any) -> list[Value]:
     """Rewrite a (c w) as (a c) w: Flax multiplies the gain w first, which hides the normalisation."""
     if eqn.primitive.name != "mul":
@@ -440,8 +441,8 @@ def _split_gains(eqn: Any, operands: list[Value], source: Any) -> list[Value]:
                 and not isinstance(gain, Node)
                 and primitives.uniform(gain) is None
             )
-            # A gain in a as well makes a function of c w, such as silu.
-            if found and not overlap(a.weights, weights_in(gain)):
+            # A function of c w as a whole, such as silu, stays one.
+            if found and not (overlap(a.weights, weights_in(gain)) or b in between(a, ())):
                 inner = Node(eqn.primitive, eqn.params, (a, c), a.shape, a.dtype, source)
                 return [inner, gain]
     return operands

@@ -56,7 +56,8 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
 
         def compute() -> tuple[Any, ...]:
             mean, cov = softmax(x.mean, x.cov)
-            slope = mean[:, :, None] * (jnp.eye(mean.shape[1])[None] - mean[:, None, :])
+            eye = jnp.eye(mean.shape[1], dtype=mean.dtype)
+            slope = mean[:, :, None] * (eye[None] - mean[:, None, :])
             return mean, cov, lambda cross: cross.map_each(slope)
 
         return x.made(compute, node.shape)
@@ -101,7 +102,7 @@ def _consists(node: Node, source: Node, operations: set[str]) -> bool:
 def _log_softmax(x: Sequence, node: Node) -> Moments:
     def compute() -> tuple[Any, ...]:
         _, _, mean, cov, weights = logsumexp(x.mean, x.cov)
-        centred = jnp.eye(mean.shape[1])[None] - weights[:, :, None]
+        centred = jnp.eye(mean.shape[1], dtype=mean.dtype)[None] - weights[:, :, None]
         return mean, cov, lambda cross: cross.map_each(centred)
 
     return x.made(compute, node.shape)

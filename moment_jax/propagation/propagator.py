@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from moment_jax.posterior import Factorized, Posterior
 from moment_jax.propagation import arrays, errors, graph, primitives
 from moment_jax.propagation.arrays import Axes, Base, Moments, Places, Same, Sequence
 from moment_jax.propagation.errors import LINEARISE, PropagationError, Step, Steps, shapes
-from moment_jax.propagation.graph import Node, Recorder, Value
+from moment_jax.propagation.graph import GIVEN, Node, Recorder, Value
 from moment_jax.propagation.regions import reads
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import materialized_inputs
@@ -95,9 +95,21 @@ class Propagator:
             self.planned[value] = self._resolved(value)
         return self.planned[value]
 
-    def given(self, moments: Moments, *about: Any) -> Node:
-        """An array of known moments: see `graph.given`."""
-        node = graph.given(moments, *about)
+    def given(
+        self,
+        moments: Moments,
+        dtype: Any,
+        weights: Iterable[Weight],
+        attended: Iterable[Weight] = (),
+    ) -> Node:
+        """An array of known moments that depends on these weights: an input, or what a loop carries.
+
+        `attended` are the weights on which it depends through attention to a memory alone.
+        """
+        memory = Node(GIVEN, {}, tuple(attended), (), dtype, ())
+        edge = Node(GIVEN, {}, (memory,), (), dtype, (), apart={0})
+        operands = (*weights, edge) if memory.weights else tuple(weights)
+        moments.base.node = node = Node(GIVEN, {}, operands, moments.shape, dtype, ())
         self.planned[node] = moments
         return node
 

@@ -14,7 +14,7 @@ from jax import Array
 
 from moment_jax.posterior import Point
 from moment_jax.propagation import arrays, primitives
-from moment_jax.propagation.graph import Node
+from moment_jax.propagation.graph import Node, between
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import inlined
 
@@ -37,21 +37,6 @@ def weights_of(
     nodes = sorted(between(root, starts, operands), key=lambda n: n.index)
     weights = (x for n in nodes for x in n.counted if isinstance(x, Weight))
     return list(dict.fromkeys(x for x in weights if not isinstance(x.posterior, Point)))
-
-
-def between(
-    root: Node, starts: Iterable[Any], operands: Callable[[Node], list[Node]] = lambda n: n.nodes
-) -> set[Node]:
-    """The nodes that an array depends on, down to but without `starts`."""
-    seen: set[Node] = set()
-    stack, ends = [root], set(starts)
-    while stack:
-        node = stack.pop()
-        if node in ends or node in seen:
-            continue
-        seen.add(node)
-        stack.extend(operands(node))
-    return seen
 
 
 def dominators(

@@ -187,6 +187,19 @@ def test_networks_whose_values_meet_again(name, structure, sampled):
     assert np.mean(np.abs(own - sd) / np.maximum(sd, least)) < far
 
 
+def gates(p, x):
+    h = x @ p["e"]
+    weights = jax.nn.softmax(h @ p["b"])[:, :1]
+    return (h + weights * jnp.tanh(h @ p["c"]) + jax.nn.log_softmax(h))[-1:]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_single_precision_stays_where_double_is_on(structure):
+    weights, x = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (WEIGHTS, X))
+    moments = jax.eval_shape(mj.propagate(gates, structure=structure), weights, x)
+    assert all(a.dtype == jnp.float32 for a in jax.tree.leaves(moments))
+
+
 def test_a_divisor_that_may_change_its_sign_makes_nan():
     weights = mj.posterior.Factorized(jnp.array([1.0, 1.0, 1.0, 0.1]), jnp.full(4, 0.01))
     mean, _ = jax.jit(mj.propagate(lambda w: w[:2] / jnp.tanh(w[2:])))(weights)

@@ -289,6 +289,7 @@ NOISY = {
         f.__name__: lambda p, x, f=f: f(p["bias"] + 0 * x[0, 0]) for f in (jax.nn.silu, jax.nn.gelu)
     },
     "silu of a gain": lambda p, x: jax.nn.silu((x @ p["w"]) * p["q"][:1]),
+    "silu of a certain gain": lambda p, x: jax.nn.silu(p["bias"][:2, None] * x),
     "log softmax": lambda p, x: jax.nn.log_softmax(p["logits"]),
     "log softmax of layers": lambda p, x: jax.nn.log_softmax(jnp.tanh(x @ p["w"]) @ p["q"]),
     "logsumexp": lambda p, x: jax.nn.logsumexp(2 * x @ p["w"], axis=-1, keepdims=True),
@@ -335,7 +336,7 @@ def test_functions_of_noisy_weights_against_samples(name, noisy):
     mean, sd, sampled_mean, _, sampled_sd = noisy[name]
     assert jnp.all(jnp.abs(mean - sampled_mean) < 0.1 * sampled_sd.max())
     assert jnp.all(jnp.abs(sd - sampled_sd) < 0.1 * sampled_sd.max())
-    exact = {"gated product": 0.1, "residual sum": 0.03}.get(name)
+    exact = {"gated product": 0.1, "residual sum": 0.03, "silu of a certain gain": 0.05}.get(name)
     if exact:
         assert jnp.all(jnp.abs(mean - sampled_mean) < 0.05 * sampled_sd)
         assert jnp.all(jnp.abs(sd / sampled_sd - 1) < exact)
