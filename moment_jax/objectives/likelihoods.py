@@ -146,11 +146,6 @@ def noise_array(name: str, likelihood: Gaussian, mean: Array) -> Array:
     return jnp.broadcast_to(noise, (size,)) if noise.ndim == 0 else noise
 
 
-def noise_like(noise: Array, mean: Array) -> Array:
-    """The noise variances in the shape of the mean, (D,) or (T, D)."""
-    return jnp.broadcast_to(vector_variance(noise), mean.shape)
-
-
 def bounded_exp(exponent: Array) -> Array:
     """Exp, capped at the square root of the largest number so that products do not overflow."""
     return jnp.exp(jnp.minimum(exponent, math.log(float(jnp.finfo(exponent.dtype).max)) / 2))
@@ -181,7 +176,7 @@ def predictive_gaussian(
     variance = variances(mean, cov)
     if isinstance(likelihood, Gaussian):
         noise = noise_array("predictive_gaussian", likelihood, mean)
-        return mean, variance + noise_like(noise, mean)
+        return mean, variance + jnp.broadcast_to(vector_variance(noise), mean.shape)
     if not isinstance(likelihood, HeteroscedasticGaussian):
         raise TypeError(
             "`predictive_gaussian` needs Gaussian or HeteroscedasticGaussian. Got "
