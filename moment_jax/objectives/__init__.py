@@ -12,7 +12,6 @@ from moment_jax.objectives.likelihoods import (
     Gaussian,
     HeteroscedasticGaussian,
     Likelihood,
-    predictive_gaussian,
 )
 from moment_jax.objectives.lower_bound import elbo, expected_log_likelihood, kl_warmup
 from moment_jax.objectives.predictive import (
@@ -30,5 +29,5 @@ __all__ = [
     "GaussianPredictive", "HeteroscedasticGaussian", "Likelihood", "MixturePredictive",
     "TokenUncertainty", "accuracy", "class_probabilities", "elbo", "expected_calibration_error",
     "expected_log_likelihood", "kl_warmup", "log_class_probabilities", "negative_log_likelihood",
-    "predictive_gaussian", "token_uncertainty",
+    "token_uncertainty",
 ]  # fmt: skip

@@ -31,7 +31,7 @@ BAD_VALUES = [
     (o.class_probabilities, (2, 3), (3,), r"\(2, 3\) or \(2, 3, 3\)"),
     (o.class_probabilities, (2, 3), mj.Diagonal.zeros((1, 3)), r"\(2, 1, 3\) or \(2, 3\)"),
     (o.token_uncertainty, (2, 3), (2, 4), "token_uncertainty"),
-    (o.predictive_gaussian, (3,), (3,), HeteroscedasticGaussian(), "2 D outputs"),
+    (lambda: HeteroscedasticGaussian()(mj.Moments(ONES, mj.Diagonal(ONES[None]))), "2 D outputs"),
     (o.kl_warmup, 0, 10, -1.0, "final >= 0. Got -1"),
     (o.kl_warmup, 0, -1, "num_steps >= 0"),
     (o.elbo, np.zeros(0), 0.0, r"of shape \(N,\)"),
@@ -42,7 +42,6 @@ BAD_VALUES = [
 BAD_TYPES = [
     (ell, Gaussian(1.0), (3,), (3,), 1.0, "Got float"),
     (ell, "gaussian", (3,), (3,), (3,), "Got str"),
-    (o.predictive_gaussian, (3,), (3,), Categorical(), "class_probabilities"),
     (ell, Gaussian(1.0), (3,), ONES, INTS, INTEGERS),
     (ell, Categorical(), 0, INTS, ONES, INTEGERS),
     (ell, Bernoulli(), (3,), [1.0, 1.0, 1.0], ONES, "Got list. Use jnp.asarray"),

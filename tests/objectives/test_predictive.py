@@ -16,7 +16,6 @@ from moment_jax.objectives import (
     class_probabilities,
     expected_log_likelihood,
     log_class_probabilities,
-    predictive_gaussian,
     token_uncertainty,
 )
 
@@ -101,7 +100,7 @@ def test_moments_of_a_batch(structure, lead):
             (class_probabilities(mean, cov), class_probabilities(rows, blocks)),
             (token_uncertainty(mean, cov)[2], token_uncertainty(rows, blocks)[2]),
             (mj.Bernoulli()(moments).probs, expected(jax.nn.sigmoid, rows, own)),
-            (predictive_gaussian(mean, cov, Gaussian(0.5))[1], own + 0.5),
+            (Gaussian(0.5)(moments).variance, own + 0.5),
         ]
         if lead[-1] == 1:
             fit = jax.vmap(expected_log_likelihood, (None, 0, 0, 0))
@@ -113,26 +112,15 @@ def test_moments_of_a_batch(structure, lead):
         np.testing.assert_allclose(found, right, atol=1e-12)
 
 
-def test_gaussian_total_variance():
-    mean, cov = np.asarray([1.0, 2.0]), np.asarray([[0.5, 0.1], [0.1, 0.3]])
-    noise = np.asarray([[0.9, 0.4], [0.4, 0.6]])
-    for form in (cov, np.diagonal(cov)):
-        for given, added in ((0.2, 0.2), (np.diagonal(noise), [0.9, 0.6]), (noise, [0.9, 0.6])):
-            out_mean, total = predictive_gaussian(mean, form, Gaussian(given))
-            np.testing.assert_allclose(out_mean, mean)
-            np.testing.assert_allclose(total, np.asarray([0.5, 0.3]) + added, atol=1e-12)
-    sequence = predictive_gaussian(np.ones((3, 2)), np.ones((3, 2)), Gaussian(noise))[1]
-    np.testing.assert_allclose(sequence, [[1.9, 1.6]] * 3, atol=1e-12)
-
-
 def test_heteroscedastic_total_variance_against_sampling():
     rng = np.random.default_rng(2)
     mean, factor = rng.normal(size=4), 0.4 * rng.normal(size=(4, 4))
     outputs = mean + rng.normal(size=(400_000, 4)) @ factor.T
     samples = outputs[:, :2] + np.exp(outputs[:, 2:] / 2) * rng.normal(size=(400_000, 2))
-    out_mean, total = predictive_gaussian(mean, factor @ factor.T, HeteroscedasticGaussian())
-    deviations = (samples - np.asarray(out_mean)) ** 2
-    for values, exact in ((samples, out_mean), (deviations, total)):
+    cov = mj.Full((factor @ factor.T)[None, :, None])
+    found = HeteroscedasticGaussian()(mj.Moments(jnp.asarray(mean), cov))
+    deviations = (samples - np.asarray(found.mean)) ** 2
+    for values, exact in ((samples, found.mean), (deviations, found.variance)):
         error = np.std(values, axis=0) / np.sqrt(len(values))
         assert np.all(np.abs(values.mean(axis=0) - exact) < 4.5 * error)
 
