@@ -11,7 +11,8 @@ from flax import nnx
 
 import moment_jax as mj
 from moment_jax.decoding import greedy, sample
-from moment_jax.objectives import log_class_probabilities, token_uncertainty
+from moment_jax.objectives import log_class_probabilities
+from moment_jax.objectives.cubature import probabilities_with_uncertainty
 
 V, LENGTH, POINTS = 3, 4, 16
 NUM_NODES = sum(V**depth for depth in range(LENGTH))
@@ -48,8 +49,7 @@ def table(mean, cov):
 @jax.jit
 @jax.vmap
 def compiled_table(mean, cov):
-    options = {"num_points": POINTS}
-    return log_class_probabilities(mean, cov, **options), token_uncertainty(mean, cov, **options)
+    return probabilities_with_uncertainty(mean, cov, num_points=POINTS)
 
 
 def log_probs_of(sequence, log_probs):

@@ -4,7 +4,6 @@ from moment_jax.objectives.cubature import (
     TokenUncertainty,
     class_probabilities,
     log_class_probabilities,
-    token_uncertainty,
 )
 from moment_jax.objectives.likelihoods import (
     Bernoulli,
@@ -29,5 +28,4 @@ __all__ = [
     "GaussianPredictive", "HeteroscedasticGaussian", "Likelihood", "MixturePredictive",
     "TokenUncertainty", "accuracy", "class_probabilities", "elbo", "expected_calibration_error",
     "expected_log_likelihood", "kl_warmup", "log_class_probabilities", "negative_log_likelihood",
-    "token_uncertainty",
 ]  # fmt: skip

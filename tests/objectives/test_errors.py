@@ -30,7 +30,6 @@ BAD_VALUES = [
     (o.class_probabilities, (3,), (2, 2), PAIRS),
     (o.class_probabilities, (2, 3), (3,), r"\(2, 3\) or \(2, 3, 3\)"),
     (o.class_probabilities, (2, 3), mj.Diagonal.zeros((1, 3)), r"\(2, 1, 3\) or \(2, 3\)"),
-    (o.token_uncertainty, (2, 3), (2, 4), "token_uncertainty"),
     (lambda: HeteroscedasticGaussian()(mj.Moments(ONES, mj.Diagonal(ONES[None]))), "2 D outputs"),
     (o.kl_warmup, 0, 10, -1.0, "final >= 0. Got -1"),
     (o.kl_warmup, 0, -1, "num_steps >= 0"),

@@ -16,8 +16,8 @@ from moment_jax.objectives import (
     class_probabilities,
     expected_log_likelihood,
     log_class_probabilities,
-    token_uncertainty,
 )
+from moment_jax.objectives.cubature import probabilities_with_uncertainty
 
 C = 10
 SCALES = [0.3, 1.0, 2.0, 3.0, 5.0]
@@ -74,6 +74,10 @@ def test_the_logarithm_vmap_and_the_softmax_without_uncertainty():
     np.testing.assert_allclose(np.exp(logarithm), loop, atol=1e-12)
 
 
+def epistemic(mean, cov):
+    return probabilities_with_uncertainty(mean, cov)[1].epistemic
+
+
 @pytest.mark.parametrize("structure", [mj.Diagonal, mj.Separable, mj.Full])
 @pytest.mark.parametrize("lead", [(4, 1), (2, 2, 2)])  # vectors, and two batch axes of sequences
 def test_moments_of_a_batch(structure, lead):
@@ -98,7 +102,7 @@ def test_moments_of_a_batch(structure, lead):
             (moments.variance, own),
             (moments.features, blocks),
             (class_probabilities(mean, cov), class_probabilities(rows, blocks)),
-            (token_uncertainty(mean, cov)[2], token_uncertainty(rows, blocks)[2]),
+            (epistemic(mean, cov), epistemic(rows, blocks)),
             (mj.Bernoulli()(moments).probs, expected(jax.nn.sigmoid, rows, own)),
             (Gaussian(0.5)(moments).variance, own + 0.5),
         ]
@@ -152,10 +156,10 @@ def test_half_precision_keeps_the_doubt_of_many_classes():
     @jax.jit
     def scores(mean, cov):
         fit = expected_log_likelihood(Categorical(), 3, mean, cov)
-        return token_uncertainty(mean, cov), fit, log_class_probabilities(mean, cov)
+        return *probabilities_with_uncertainty(mean, cov), fit
 
     for dtype in (jnp.float16, jnp.bfloat16):
         given = [jnp.asarray(x, dtype) for x in (2 * random.normal(size=128), root @ root.T / 128)]
         right = scores(*(x.astype(jnp.float32) for x in given))
-        assert right[0].epistemic > 0.1
+        assert right[1].epistemic > 0.1
         chex.assert_trees_all_close(scores(*given), right, atol=1e-6)
