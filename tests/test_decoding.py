@@ -140,14 +140,6 @@ def test_sampled_frequencies(temperature):
     np.testing.assert_allclose(result.log_probs[:20], wanted, atol=1e-12)
 
 
-def test_a_temperature_that_is_not_positive_counts_as_the_smallest_in_jit():
-    mean, cov = logits(4)
-    for temperature in (1e-30, 0.0, -1.0, np.nan):
-        cold = run_sample(jax.random.key(0), mean, cov, temperature)
-        np.testing.assert_array_equal(cold.tokens, [run_greedy(mean, cov).tokens] * ROWS)
-        assert np.isfinite(cold.log_probs).all()
-
-
 def test_a_longer_sequence_begins_with_the_shorter_one():
     mean, cov = logits(5)
     short = run_sample(jax.random.key(1), mean, cov, 1.0, length=2)
