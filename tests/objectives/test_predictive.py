@@ -15,7 +15,6 @@ from moment_jax.objectives import (
     HeteroscedasticGaussian,
     class_probabilities,
     expected_log_likelihood,
-    log_class_probabilities,
 )
 from moment_jax.objectives.cubature import probabilities_with_uncertainty
 
@@ -54,24 +53,6 @@ def test_against_sampling(rank, scale, draws):
         value = np.asarray(compiled(mean, factor @ factor.T))
         gaps.append(truth @ (np.log(truth) - np.log(value)))
     assert np.mean(gaps) < 0.005 * min(1.0, scale / 3)
-
-
-def test_two_classes_against_quadrature():
-    nodes, weights = np.polynomial.hermite_e.hermegauss(150)
-    for scale in SCALES:
-        exact = weights / weights.sum() @ (1 / (1 + np.exp(-(0.7 + scale * nodes))))
-        value = compiled(np.asarray([0.7, 0.0]), scale**2 * np.diag([0.5, 0.5]))
-        assert abs(value[0] - exact) < 0.002
-
-
-def test_the_logarithm_vmap_and_the_softmax_without_uncertainty():
-    means, factors = map(np.stack, zip(*(problem(seed, 1.0, C) for seed in range(3)), strict=True))
-    covs = factors @ np.swapaxes(factors, 1, 2)
-    covs[0] = 0
-    loop = np.stack([compiled(m, c) for m, c in zip(means, covs, strict=True)])
-    np.testing.assert_allclose(loop[0], np.exp(means[0]) / np.exp(means[0]).sum(), atol=1e-12)
-    logarithm = jax.jit(jax.vmap(log_class_probabilities))(means, covs)
-    np.testing.assert_allclose(np.exp(logarithm), loop, atol=1e-12)
 
 
 def epistemic(mean, cov):
