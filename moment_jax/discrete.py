@@ -15,15 +15,9 @@ from moment_jax.covariance import Covariance
 from moment_jax.layers import softmax
 
 __all__ = [
-    "categorical_entropy",
-    "categorical_kl",
-    "code_usage",
-    "gumbel_max",
-    "gumbel_softmax",
-    "log_category_probabilities",
-    "log_probabilities",
-    "perplexity",
-]
+    "categorical_entropy", "categorical_kl", "code_usage", "gumbel_max", "gumbel_softmax",
+    "log_category_probabilities", "log_probabilities", "perplexity",
+]  # fmt: skip
 
 # -- draws ---------------------------------------------------------------------------------------------
 

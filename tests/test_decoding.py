@@ -11,7 +11,8 @@ from flax import nnx
 
 import moment_jax as mj
 from moment_jax.decoding import greedy, sample
-from moment_jax.objectives import log_class_probabilities, token_uncertainty
+from moment_jax.objectives import log_class_probabilities
+from moment_jax.objectives.cubature import probabilities_with_uncertainty
 
 V, LENGTH, POINTS = 3, 4, 16
 NUM_NODES = sum(V**depth for depth in range(LENGTH))
@@ -48,8 +49,7 @@ def table(mean, cov):
 @jax.jit
 @jax.vmap
 def compiled_table(mean, cov):
-    options = {"num_points": POINTS}
-    return log_class_probabilities(mean, cov, **options), token_uncertainty(mean, cov, **options)
+    return probabilities_with_uncertainty(mean, cov, num_points=POINTS)
 
 
 def log_probs_of(sequence, log_probs):
@@ -138,14 +138,6 @@ def test_sampled_frequencies(temperature):
     # What comes with the tokens are log-probabilities of the predictive distribution, not tempered.
     wanted = [log_probs_of(row, log_probs) for row in tokens[:20]]
     np.testing.assert_allclose(result.log_probs[:20], wanted, atol=1e-12)
-
-
-def test_a_temperature_that_is_not_positive_counts_as_the_smallest_in_jit():
-    mean, cov = logits(4)
-    for temperature in (1e-30, 0.0, -1.0, np.nan):
-        cold = run_sample(jax.random.key(0), mean, cov, temperature)
-        np.testing.assert_array_equal(cold.tokens, [run_greedy(mean, cov).tokens] * ROWS)
-        assert np.isfinite(cold.log_probs).all()
 
 
 def test_a_longer_sequence_begins_with_the_shorter_one():

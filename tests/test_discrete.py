@@ -163,18 +163,6 @@ def test_a_row_without_categories_draws_nothing():
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(both(nothing)))
 
 
-def test_vmap_changes_nothing():
-    def draw(key, row):
-        return mj.discrete.gumbel_max(key, row), mj.discrete.gumbel_softmax(key, row, 0.5)
-
-    compiled, logits = jax.jit(draw), jnp.asarray(ten_laws(), jnp.float32)
-    keys = jax.random.split(jax.random.key(4), ROWS)
-    loop = [compiled(*one) for one in zip(keys, logits, strict=True)]
-    mapped = jax.jit(jax.vmap(draw))(keys, logits)
-    for of_map, of_loop in zip(mapped, zip(*loop, strict=True), strict=True):
-        assert_close(of_map, np.stack(of_loop), 1e-5)
-
-
 def test_unnormalised_logits_of_any_size():
     """A constant added to a row changes no draw, but for the rounding of the row itself."""
     shifts = (0, 1e6, -1e6, 1e37)
@@ -320,14 +308,3 @@ def test_usage_and_perplexity():
         assert_close(perplexity(np.log(usage)), expected, 1e-6)
     assert not code_usage(np.full((3, 2), -1), 4).any()
     assert_close(perplexity(np.zeros(8)), 8.0, 1e-12)
-
-
-@pytest.mark.parametrize("fn", [mj.discrete.categorical_kl, mj.discrete.log_probabilities])
-def test_jit_and_vmap_change_nothing(fn):
-    compiled = jax.jit(fn)
-    loop = np.stack([compiled(row) for row in HOLES])
-    finite = np.isfinite(loop)
-    # In one piece, each row by itself, and without the compiler.
-    for got in (compiled(HOLES), jax.jit(jax.vmap(fn))(HOLES), fn(jnp.asarray(HOLES))):
-        assert (np.isfinite(got) == finite).all()
-        assert_close(np.where(finite, got, 0), np.where(finite, loop, 0), 1e-13)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,8 +23,6 @@ Forward = Callable[[mj.Bayesian, Array, Array], Any]
 
 GROUPS = 8  # drawn networks that share a mini-batch
 SPEED = 10.0  # of the spreads, over the means: they begin far from where they end
-IVON_RATE, IVON_SETS = 0.3, 10  # the sample size is that of so many training sets
-IVON: dict[str, Any] = {"hess_init": 0.1, "weight_decay": 1e-3, "beta2": 0.9995}
 CHUNK = 50  # inputs at a time in prediction
 
 
@@ -110,34 +107,6 @@ class Trainer:
             nnx.update(_faster(model, 1 / SPEED), nnx.state(own, mj.nn.VariationalMean))
         trained = self._fit(Task(label, loss, clipped_adam(self.budget.rate, steps), steps), models)
         return trained._replace(models=[_faster(model, SPEED) for model in trained.models])
-
-    def ivon(self) -> Trained:
-        """Improved variational online Newton from the initial weights: a posterior at Adam's price."""
-        start, steps = time.perf_counter(), self.budget.plain_steps
-        falling = optax.cosine_decay_schedule(IVON_RATE, steps)
-        tx = mj.optim.ivon(falling, ess=IVON_SETS * self.given[1].shape[1], **IVON)
-
-        @jax.jit
-        def trained(params: Any, given: Any) -> Any:
-            def update(step: Array, carry: Any) -> Any:
-                params, state = carry
-                key, inputs, labels = self._batch(given, step)
-                drawn = mj.optim.ivon_draw(state, params, key)
-                grads = jax.grad(lambda own: _cross_entropy(apply(own, inputs), labels))(drawn)
-                updates, state = tx.update(grads, state, params, drawn=drawn)
-                return optax.apply_updates(params, updates), state
-
-            params, state = jax.lax.fori_loop(0, steps, update, (params, tx.init(params)))
-            return mj.optim.ivon_beliefs(state, params)
-
-        models = []
-        for key, *given in zip(self.keys, *map(jnp.asarray, self.given), strict=True):
-            network = self.build(key).at_means()
-            apply = draws.function_of(network)
-            params = nnx.to_pure_dict(nnx.state(network, nnx.Param))
-            beliefs = jax.block_until_ready(trained(params, (key, *given)))
-            models.append(mj.Bayesian(network, mj.Categorical(), beliefs=beliefs))
-        return Trained(models, time.perf_counter() - start)
 
     def _means(self, logits: Forward, label: str) -> Trained:
         budget = self.budget

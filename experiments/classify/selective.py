@@ -31,14 +31,14 @@ COLUMNS = ("aurc", *(f"coverage at {risk:g}" for risk in RISKS), "accuracy", "nl
 
 def add_flag(parser: Parser) -> None:
     """`--selective`."""
-    what = "only compare how posteriors, by the ELBO and by IVON, rank predictions; selective.json"
+    what = "only compare how each prediction by one posterior ranks; selective.json"
     parser.add_argument("--selective", action="store_true", help=what)
 
 
 def run(
     trainer: Trainer, args: argparse.Namespace, some: np.ndarray, test: Part, out: Path
 ) -> None:
-    """Train plain networks and two posteriors of each seed; score and price every way to predict.
+    """Train plain networks and one posterior of each seed; score and price every way to predict.
 
     The trainer has copies as for `train_all`, --members for each seed; `some` are inputs (L, N, ...).
     """
@@ -51,21 +51,20 @@ def run(
     ways = {"a plain network": alone(methods.mean_softmax, plain)}
     together = Answers(methods.mean_softmax, every.members(args.seeds), first.keys)
     ways[f"{args.members} plain"] = together
-    of_draws = {count: methods.mean_of_draws(draws.weights, count) for count in SAMPLES}
-    posteriors = {"ELBO": first.elbo(KL_WEIGHT, plain, "ELBO"), "IVON": first.ivon()}
-    for name, trained in posteriors.items():
-        ways[f"{name}: the mean network"] = alone(methods.mean_softmax, trained.models)
-        diagonal = [model.replace(structure=mj.Diagonal) for model in trained.models]
-        pairs = zip(diagonal, some[:, :WARM], strict=True)
-        by_moments = {
-            "Diagonal": diagonal,
-            "Diagonal, corrected": [model.corrected(x) for model, x in pairs],
-            "Separable": [model.replace(structure=mj.Separable) for model in trained.models],
-        }
-        for way, own in by_moments.items():
-            ways[f"{name}: {way}"] = alone(methods.moments, own, methods.expected_softmax)
-        for count, kind in of_draws.items():
-            ways[f"{name}: {count} draws"] = alone(kind, trained.models)
+    fitted = first.elbo(KL_WEIGHT, plain, "ELBO").models
+    ways["the mean network"] = alone(methods.mean_softmax, fitted)
+    diagonal = [model.replace(structure=mj.Diagonal) for model in fitted]
+    pairs = zip(diagonal, some[:, :WARM], strict=True)
+    by_moments = {
+        "Diagonal": diagonal,
+        "Diagonal, corrected": [model.corrected(x) for model, x in pairs],
+        "Separable": [model.replace(structure=mj.Separable) for model in fitted],
+    }
+    for way, own in by_moments.items():
+        ways[way] = alone(methods.moments, own, methods.expected_softmax)
+    for count in SAMPLES:
+        kind = methods.mean_of_draws(draws.weights, count)
+        ways[f"{count} draws"] = alone(kind, fitted)
     scores = {name: zip(answers(test[0]), test[1], strict=True) for name, answers in ways.items()}
     found = {name: over_seeds([scored(*pair) for pair in pairs]) for name, pairs in scores.items()}
     batch = test[0][0, : methods.CHUNK]

@@ -8,7 +8,6 @@ from moment_jax.brownian.kernels import (
     attention_scores,
     gaussian_kernel,
     row_normalize,
-    sphere_dot,
     squared_distances,
     to_sphere,
     transition_matrix,
@@ -37,6 +36,6 @@ __all__ = [
     "ChainClasses", "DiffusionMap", "attention_scores", "brownian_increments", "brownian_path",
     "chain_classes", "detailed_balance_gap", "diffusion_map", "entropy_rate", "euler_maruyama",
     "gaussian_kernel", "heat_step", "ito", "mixing_time", "quadratic_variation", "row_normalize",
-    "spectral_gap", "sphere_dot", "squared_distances", "stationary", "to_sphere",
+    "spectral_gap", "squared_distances", "stationary", "to_sphere",
     "transition_matrix",
 ]  # fmt: skip

@@ -35,23 +35,15 @@ def to_sphere(x: Array, *, epsilon: float = 0.0) -> Array:
 def squared_distances(x: Array, y: Array) -> Array:
     """|x_i - y_j|^2 for points (T, D) and (S, D): (T, S), never negative.
 
-    Computed from norms and dot products, relative to the mean of y to reduce cancellation.
+    Computed from norms and dot products, relative to the mean of y to reduce cancellation. Where all
+    |x_i|^2 = |y_j|^2 = D, as on the sphere, (2 D - this) / 2 is x @ y.T.
+
+    Source: The Brownian motion in the Transformer, Eq. 12.
     """
     centre = jnp.mean(y, axis=0, keepdims=True)
     x, y = x - centre, y - centre
     rows = jnp.sum(x**2, axis=1)[:, None] + jnp.sum(y**2, axis=1)[None, :]
     return jnp.maximum(rows - 2 * x @ y.T, 0)
-
-
-def sphere_dot(x: Array, y: Array) -> Array:
-    """Dot products of points on the sphere of radius sqrt(D), from their distances: (2 D - d^2)/2.
-
-    Of x (T, D) and y (S, D) it is (T, S): x @ y.T if all |x_i|^2 = |y_j|^2 = D; otherwise off by
-    (2 D - |x_i|^2 - |y_j|^2)/2.
-
-    Source: The Brownian motion in the Transformer, Eq. 12.
-    """
-    return (2 * x.shape[1] - squared_distances(x, y)) / 2
 
 
 def gaussian_kernel(x: Array, y: Array, *, bandwidth: float | Array | None = None) -> Array:

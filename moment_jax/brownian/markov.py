@@ -186,9 +186,7 @@ def mixing_time(transition: Array, *, distance: float = 0.25) -> int:
 class DiffusionMap(NamedTuple):
     """An embedding of T points, or tokens."""
 
-    coordinates: (
-        Array  # (T, count): eigenvalue^time times the eigenvectors 2, 3, ... (1 is constant)
-    )
+    coordinates: Array  # (T, count): eigenvalue^time times the eigenvectors 2, 3, ...
     eigenvalues: Array  # (count,), one per coordinate, by decreasing modulus
     law: Array  # the walk's stationary law, (T,), under which the eigenvectors are orthonormal
     time: float  # the diffusion time

@@ -4,7 +4,6 @@ from moment_jax.objectives.cubature import (
     TokenUncertainty,
     class_probabilities,
     log_class_probabilities,
-    token_uncertainty,
 )
 from moment_jax.objectives.likelihoods import (
     Bernoulli,
@@ -12,9 +11,8 @@ from moment_jax.objectives.likelihoods import (
     Gaussian,
     HeteroscedasticGaussian,
     Likelihood,
-    predictive_gaussian,
 )
-from moment_jax.objectives.lower_bound import elbo, expected_log_likelihood, kl_warmup, log_marginal
+from moment_jax.objectives.lower_bound import elbo, expected_log_likelihood, kl_warmup
 from moment_jax.objectives.predictive import (
     BernoulliPredictive,
     CategoricalPredictive,
@@ -29,7 +27,5 @@ __all__ = [
     "Bernoulli", "BernoulliPredictive", "Categorical", "CategoricalPredictive", "Gaussian",
     "GaussianPredictive", "HeteroscedasticGaussian", "Likelihood", "MixturePredictive",
     "TokenUncertainty", "accuracy", "class_probabilities", "elbo", "expected_calibration_error",
-    "expected_log_likelihood", "kl_warmup", "log_class_probabilities",
-    "log_marginal", "negative_log_likelihood", "predictive_gaussian",
-    "token_uncertainty",
+    "expected_log_likelihood", "kl_warmup", "log_class_probabilities", "negative_log_likelihood",
 ]  # fmt: skip

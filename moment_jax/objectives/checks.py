@@ -113,14 +113,8 @@ def variances(mean: Array, cov: Cov) -> Array:
         return cov.variance().reshape(mean.shape)
     if cov.ndim == mean.ndim + 1:
         return diagonal_of(cov)
-    return vector_variance(flat_cov(mean, cov)).reshape(mean.shape)
-
-
-def flat_cov(mean: Array, cov: Cov) -> Array:
-    """The covariance of the flattened output, (M, M), or (M,) where only variances are given."""
-    if isinstance(cov, Covariance):
-        return cov.to_dense().reshape(mean.size, mean.size)
-    return cov.reshape((mean.size,) * (cov.ndim // mean.ndim))
+    flat = cov.reshape((mean.size,) * (cov.ndim // mean.ndim))  # variances, or of every pair
+    return vector_variance(flat).reshape(mean.shape)
 
 
 def token_blocks(mean: Array, cov: Cov) -> Array:

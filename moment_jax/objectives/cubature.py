@@ -35,7 +35,7 @@ def log_class_probabilities(mean: Array, cov: Cov, *, num_points: int | None = N
     """
     spread = logits_cov("class_probabilities", mean, cov)
     count = count_points(num_points, default=512)
-    return over_batch(lambda m, c: log_expected_softmax(m, c, count), *wide(mean, spread))
+    return over_batch(lambda m, c: _parts(m, c, count)[0], *wide(mean, spread))
 
 
 def class_probabilities(mean: Array, cov: Cov, *, num_points: int | None = None) -> Array:
@@ -86,28 +86,16 @@ class TokenUncertainty(NamedTuple):
     epistemic: Array  # the mutual information of the class and the weights
 
 
-def token_uncertainty(mean: Array, cov: Cov, *, num_points: int | None = None) -> TokenUncertainty:
-    """Total, aleatoric and epistemic uncertainty of a class (a token) with random logits.
-
-    All three are averages over the cubature points of `class_probabilities`. So the epistemic part, the
-    mean of KL(softmax(f_k) || E[softmax(f)]) over the points, is never negative, and exactly zero at
-    zero covariance. Derivatives follow Price's theorem over the points and are finite at any covariance.
-
-    Arguments and errors are those of `class_probabilities`, the results of shape (...). If all mean
-    logits are -inf, all parts are zero.
-
-    >>> parts = token_uncertainty(jnp.zeros(2), jnp.zeros(2))
-    >>> round(float(parts.total), 4), float(parts.epistemic)
-    (0.6931, 0.0)
-    """
-    return probabilities_with_uncertainty(mean, cov, num_points=num_points)[1]
-
-
 def probabilities_with_uncertainty(
     mean: Array, cov: Cov, *, num_points: int | None = None
 ) -> tuple[Array, TokenUncertainty]:
-    """`log_class_probabilities` (..., C) and `token_uncertainty`, in one pass over the points."""
-    known = wide(mean, logits_cov("token_uncertainty", mean, cov))
+    """`log_class_probabilities` (..., C), and the uncertainty of the class, (...) each, nats.
+
+    All are averages over the same points. So the epistemic part, the mean of KL(softmax(f_k) ||
+    E[softmax(f)]) over the points, is never negative, and exactly zero at zero covariance. If all mean
+    logits are -inf, all parts are zero.
+    """
+    known = wide(mean, logits_cov("probabilities_with_uncertainty", mean, cov))
     count = count_points(num_points, default=512)
     log_probs, aleatoric, epistemic = over_batch(lambda m, c: _parts(m, c, count), *known)
     return log_probs, TokenUncertainty(aleatoric + epistemic, aleatoric, epistemic)
@@ -116,7 +104,10 @@ def probabilities_with_uncertainty(
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 @functools.partial(inlined, static_argnums=2)
 def _parts(mean: Array, cov: Array, num_points: int) -> tuple[Array, Array, Array]:
-    """Log E[softmax], E[H[softmax]] and E[KL(softmax || E[softmax])]."""
+    """Log E[softmax], E[H[softmax]] and E[KL(softmax || E[softmax])].
+
+    A class with a mean of -inf is impossible: its result is -inf and its derivatives are zero.
+    """
     log_weights = log_softmax_rows(gaussian_points(mean, cov, num_points))
     log_probs = log_mean_exp(log_weights)
     divergence = jnp.sum(_divergence_terms(log_weights, log_probs[None, :]), axis=1)
@@ -127,24 +118,28 @@ def _parts(mean: Array, cov: Array, num_points: int) -> tuple[Array, Array, Arra
 def _parts_jvp(
     num_points: int, primals: Pair, tangents: Pair
 ) -> tuple[tuple[Array, Array, Array], tuple[Array, Array, Array]]:
-    """Price's theorem, dE[g]/dmean = E[g'] and dE[g]/dcov = E[g'']/2, for g = H[softmax(f)].
+    """Price's theorem, dE[g]/dmean = E[g'] and dE[g]/dcov = E[g'']/2, for g = softmax(f) and H of it.
 
-    With p = softmax(f) and d = log p + H: g' = -p d, g'' = p p^T (1 + d_i + d_j) - diag(p (1 + d)).
+    With p = softmax(f) and d = log p + H: H' = -p d, H'' = p p^T (1 + d_i + d_j) - diag(p (1 + d)).
     """
     value = _parts(*primals, num_points)
+    log_probs, possible = value[0], value[0] > -jnp.inf
     log_weights = log_softmax_rows(gaussian_points(*primals, num_points))
     weights = jnp.exp(log_weights)
     mean_dot, cov_dot = tangents
-    deviation = _finite(log_weights) + _entropy(log_weights)[:, None]
     diagonal, pulled = curvature_terms(weights, cov_dot)
+    # Each point's share in a class's probability; columns sum to one even where exp underflows.
+    shares = jax.nn.softmax(jnp.where(possible[None, :], log_weights, 0), axis=0)
+    common = -weights @ (mean_dot + diagonal / 2) + jnp.sum(weights * pulled, axis=1)
+    log_probs_dot = mean_dot + diagonal / 2 - jnp.sum(shares * pulled, axis=0) + common @ shares
+    log_probs_dot = jnp.where(possible, log_probs_dot, 0)
+
+    deviation = _finite(log_weights) + _entropy(log_weights)[:, None]
     slope = -(weights * deviation) @ mean_dot
     curved = (weights * (1 + deviation)) @ diagonal
     paired = jnp.sum(pulled * weights * (1 + 2 * deviation), axis=1)
     aleatoric_dot = jnp.mean(slope + (paired - curved) / 2)
 
-    log_probs, log_probs_dot = jax.jvp(
-        lambda mean, cov: log_expected_softmax(mean, cov, num_points), primals, tangents
-    )
     surprise = jnp.exp(log_probs) * (1 + _finite(log_probs))
     total_dot = -jnp.sum(surprise * log_probs_dot)
     return value, (log_probs_dot, aleatoric_dot, total_dot - aleatoric_dot)
@@ -235,31 +230,6 @@ def _expected_logsumexp_jvp(num_points: int, primals: Pair, tangents: Pair) -> P
     slope = jnp.mean(weights, axis=0) @ (mean_dot + diagonal / 2)
     tangent = slope - jnp.mean(jnp.sum(weights * pulled, axis=1)) / 2
     return jnp.mean(jax.nn.logsumexp(points, axis=1)), tangent
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-@functools.partial(inlined, static_argnums=2)
-def log_expected_softmax(mean: Array, cov: Array, num_points: int) -> Array:
-    """Log E[softmax(f)], (C,), f ~ N(mean, cov) with cov (C,) or (C, C); exp of it sums to one.
-
-    A class with a mean of -inf is impossible: its result is -inf and its derivatives are zero.
-    """
-    return log_mean_exp(log_softmax_rows(gaussian_points(mean, cov, num_points)))
-
-
-@log_expected_softmax.defjvp
-def _log_expected_softmax_jvp(num_points: int, primals: Pair, tangents: Pair) -> Pair:
-    log_weights = log_softmax_rows(gaussian_points(*primals, num_points))
-    value = log_mean_exp(log_weights)
-    possible = value > -jnp.inf
-    weights = jnp.exp(log_weights)
-    # Each point's share in a class's probability; columns sum to one even where exp underflows.
-    shares = jax.nn.softmax(jnp.where(possible[None, :], log_weights, 0), axis=0)
-    mean_dot, cov_dot = tangents
-    diagonal, pulled = curvature_terms(weights, cov_dot)
-    common = -weights @ (mean_dot + diagonal / 2) + jnp.sum(weights * pulled, axis=1)
-    tangent = mean_dot + diagonal / 2 - jnp.sum(shares * pulled, axis=0) + common @ shares
-    return value, jnp.where(possible, tangent, 0)
 
 
 def log_softmax_rows(points: Array) -> Array:

@@ -14,11 +14,10 @@ from jax import Array
 
 from moment_jax.covariance import Moments
 from moment_jax.covariance.fields import check_array, check_variances
-from moment_jax.covariance.numerics import vector_cov, vector_variance
+from moment_jax.covariance.numerics import vector_cov
 from moment_jax.expectations.quadrature import expected
 from moment_jax.linalg import psd_cholesky
 from moment_jax.objectives import predictive
-from moment_jax.objectives.checks import Cov, check_cov, variances
 from moment_jax.objectives.cubature import normal_points, probabilities_with_uncertainty
 from moment_jax.xla import diagonal_matrix
 
@@ -42,7 +41,9 @@ class Gaussian:
         """The distribution of y: the moments of f plus the noise."""
         check_array("Gaussian", moments.mean)
         noise = vector_cov(noise_array("Gaussian", self, moments.mean))
-        return predictive.GaussianPredictive(moments.mean, moments.features + noise)
+        features = moments.features
+        cov = features + jnp.broadcast_to(noise, features.shape)
+        return predictive.GaussianPredictive(moments.mean, cov)
 
 
 @jax.tree_util.register_dataclass
@@ -57,10 +58,18 @@ class HeteroscedasticGaussian:
     def __call__(self, moments: Moments) -> predictive.MixturePredictive:
         """The distribution of y, with its exact mean and variance: a mixture over values of the noise.
 
-        Given the noise y is Gaussian. Doubt about the noise gives its density heavy tails: for one
-        target, the 33 values reach 6 standard deviations of the log noise on both sides.
+        Var[y] = Var[mu] + exp(E[g] + Var[g] / 2). Given the noise exp(g) y is Gaussian. Doubt about the
+        noise gives its density heavy tails: for one target, the 33 values reach 6 standard deviations of
+        the log noise on both sides.
         """
-        mean, variance = predictive_gaussian(moments.mean, moments.variance, self)
+        if moments.mean.shape[-1] % 2:
+            raise ValueError(
+                "`HeteroscedasticGaussian` needs 2 D outputs of shape (..., 2 D): D means, then D log "
+                f"noise variances. Got {tuple(moments.mean.shape)}."
+            )
+        both = (jnp.split(x, 2, axis=-1) for x in (moments.mean, moments.variance))
+        (mean, log_noise), (variance, spread) = both
+        variance = variance + bounded_exp(log_noise + spread / 2)
         size = mean.shape[-1]
         points, log_weights = (jnp.asarray(x, mean.dtype) for x in _noise_points(size))
         # The log noise first: the Cholesky factor then conditions the mean on it.
@@ -146,51 +155,6 @@ def noise_array(name: str, likelihood: Gaussian, mean: Array) -> Array:
     return jnp.broadcast_to(noise, (size,)) if noise.ndim == 0 else noise
 
 
-def noise_like(noise: Array, mean: Array) -> Array:
-    """The noise variances in the shape of the mean, (D,) or (T, D)."""
-    return jnp.broadcast_to(vector_variance(noise), mean.shape)
-
-
 def bounded_exp(exponent: Array) -> Array:
     """Exp, capped at the square root of the largest number so that products do not overflow."""
     return jnp.exp(jnp.minimum(exponent, math.log(float(jnp.finfo(exponent.dtype).max)) / 2))
-
-
-def predictive_gaussian(
-    mean: Array, cov: Cov, likelihood: Gaussian | HeteroscedasticGaussian
-) -> tuple[Array, Array]:
-    """Mean and total variance (parameters and noise) of a real-valued target, both (..., D).
-
-    With Gaussian noise the prediction is Gaussian. With a random noise variance exp(g) it is not, but
-    these are still its exact moments: Var[y] = Var[mu] + exp(E[g] + Var[g] / 2).
-
-    Args:
-      mean: (..., D) outputs; with HeteroscedasticGaussian (..., 2 D).
-      cov: variances in the mean's shape, covariances of the last axis, (..., D, D), or of all, in the
-        mean's shape twice, or a structure.
-      likelihood: the observation model.
-
-    Raises:
-      ValueError: if shapes do not fit. TypeError: for another likelihood.
-
-    Source: Transformer derivation, Eq. 1.
-    """
-    check_array("predictive_gaussian", mean)
-    shape = tuple(mean.shape)
-    check_cov("predictive_gaussian", shape, cov, (shape + shape[-1:], shape + shape))
-    variance = variances(mean, cov)
-    if isinstance(likelihood, Gaussian):
-        noise = noise_array("predictive_gaussian", likelihood, mean)
-        return mean, variance + noise_like(noise, mean)
-    if not isinstance(likelihood, HeteroscedasticGaussian):
-        raise TypeError(
-            "`predictive_gaussian` needs Gaussian or HeteroscedasticGaussian. Got "
-            f"{type(likelihood).__name__}. For classes, use class_probabilities."
-        )
-    if mean.shape[-1] % 2:
-        raise ValueError(
-            "`predictive_gaussian` with HeteroscedasticGaussian needs 2 D outputs of shape (..., 2 D): "
-            f"D means, then D log noise variances. Got {shape}."
-        )
-    (mean, log_noise), (variance, spread) = (jnp.split(x, 2, axis=-1) for x in (mean, variance))
-    return mean, variance + bounded_exp(log_noise + spread / 2)

@@ -1,4 +1,4 @@
-"""E[log p(y | f)], the data term of the ELBO; log E[p(y | f)], the score of a prediction; the ELBO."""
+"""The ELBO, and its data term E[log p(y | f)]."""
 
 import math
 
@@ -9,19 +9,19 @@ from jax import Array
 
 from moment_jax import linalg
 from moment_jax.covariance.fields import check_array, known_values
-from moment_jax.covariance.numerics import vector_cov
 from moment_jax.expectations.quadrature import expected
 from moment_jax.objectives import checks, cubature, likelihoods, predictive
 from moment_jax.objectives.checks import Cov, variances
 from moment_jax.objectives.likelihoods import Likelihood
 
-_NAME, _MARGINAL = "expected_log_likelihood", "log_marginal"  # for messages
+_NAME = "expected_log_likelihood"  # for messages
 
 
 def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, cov: Cov) -> Array:
     """E[log p(target | f)] for a Gaussian output f ~ N(mean, cov), in nats: the data term of the ELBO.
 
-    By Jensen's inequality it is never above `log_marginal`, log E[p(target | f)], the score.
+    By Jensen's inequality it is never above the score log E[p(target | f)], the `log_prob` of a
+    prediction.
 
     Gaussian: closed form, log N(y; mean, N) - tr(N^-1 cov) / 2. Covariances between outputs
     matter only where the noise N is correlated.
@@ -86,14 +86,12 @@ def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, 
 def _gaussian(likelihood: likelihoods.Gaussian, target: Array, mean: Array, cov: Cov) -> Array:
     checks.check_output(_NAME, target, mean, cov)
     noise = likelihoods.noise_array(_NAME, likelihood, mean)
-    residual = target - mean
+    residual = jnp.atleast_2d(target - mean)
+    fit = jnp.sum(jax.vmap(predictive.log_normal, (0, None))(residual, noise))
     if noise.ndim == 1:
-        noise = likelihoods.noise_like(noise, mean)
-        spread = jnp.sum(variances(mean, cov) / noise)
-        return predictive.log_normal(residual.reshape(-1), noise.reshape(-1)) - spread / 2
-    tokens = jax.vmap(predictive.log_normal, (0, None))(jnp.atleast_2d(residual), noise)
+        return fit - jnp.sum(variances(mean, cov) / jnp.broadcast_to(noise, mean.shape)) / 2
     root, blocks = linalg.inverse_root(noise), checks.token_blocks(mean, cov)
-    return jnp.sum(tokens) - jnp.einsum("tde,de->", blocks, linalg.dot(root.T, root)) / 2
+    return fit - jnp.einsum("tde,de->", blocks, linalg.dot(root.T, root)) / 2
 
 
 def _heteroscedastic(target: Array, mean: Array, cov: Cov) -> Array:
@@ -125,47 +123,6 @@ def _bernoulli(target: Array, mean: Array, cov: Cov) -> Array:
     nan = jnp.asarray(jnp.nan, mean.dtype)
     target = jnp.where((target >= 0) & (target <= 1), target, nan)
     return jnp.sum(target * mean - expected(jax.nn.softplus, mean, variances(mean, cov)))
-
-
-def log_marginal(likelihood: Likelihood, target: Array, mean: Array, cov: Cov) -> Array:
-    """Log E[p(target | f)] for a Gaussian output f ~ N(mean, cov), in nats.
-
-    The logarithm of the posterior predictive (Eq. 1), which scores predictions. As the data term of a
-    variational objective (Eq. 13) it gives no bound on the evidence.
-
-    Gaussian: log N(target; mean, cov + noise), by Cholesky. Eq. 13 as printed leaves out the noise; the
-    propagated covariance alone may be singular.
-
-    Categorical: the log of the target's predictive probability, by the cubature of
-    `class_probabilities`; finite where that probability underflows.
-
-    Arguments, result and errors are those of `expected_log_likelihood`, for these two likelihoods. Of a
-    sequence it is the joint log density of all tokens, whose noise is independent.
-
-    Source: Transformer derivation, Eq. 1 and 13.
-    """
-    if isinstance(likelihood, likelihoods.Gaussian):
-        target = jnp.asarray(target)
-        checks.check_output(_MARGINAL, target, mean, cov)
-        noise = likelihoods.noise_array(_MARGINAL, likelihood, mean)
-        spread, residual = checks.flat_cov(mean, cov), (target - mean).reshape(-1)
-        if noise.ndim == spread.ndim == 1:
-            noise = likelihoods.noise_like(noise, mean).reshape(-1)
-            return predictive.log_normal(residual, spread + noise)
-        each = jnp.eye(mean.size // len(noise), dtype=noise.dtype)  # tokens have independent noise
-        noise = jnp.kron(each, vector_cov(noise))
-        return predictive.log_normal(residual, vector_cov(spread) + noise)
-    if isinstance(likelihood, likelihoods.Categorical):
-        logits_cov = checks.check_one(_MARGINAL, mean, cov)
-        label = checks.labels_of(_MARGINAL, target, mean)
-        num_points = cubature.count_points(likelihood.num_points)
-        mean, logits_cov = cubature.wide(mean, logits_cov)
-        return checks.of_label(cubature.log_expected_softmax(mean, logits_cov, num_points), label)
-    raise TypeError(
-        f"`{_MARGINAL}` needs Gaussian or Categorical. Got {type(likelihood).__name__}. With a random "
-        "noise variance there is no closed form: score predictive_gaussian's moments with "
-        "jax.scipy.stats.norm.logpdf."
-    )
 
 
 def elbo(

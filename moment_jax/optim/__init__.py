@@ -1,4 +1,4 @@
-"""Second-order and variational updates as Optax transformations, for any Flax NNX model."""
+"""Second-order updates as Optax transformations, for any Flax NNX model."""
 
 from moment_jax.optim.adaptation import adapt_damping, trust_region, undo_bad_steps
 from moment_jax.optim.blocks import find_blocks
@@ -9,7 +9,6 @@ from moment_jax.optim.capture import (
     value_grad_and_factors,
 )
 from moment_jax.optim.curvature import DiagonalFactor, EmbeddingFactor, KroneckerFactor
-from moment_jax.optim.ivon import IvonState, ivon, ivon_beliefs, ivon_draw, scale_by_ivon
 from moment_jax.optim.natural_gradient import (
     cg_fac,
     curvature_due,
@@ -20,8 +19,8 @@ from moment_jax.optim.natural_gradient import (
 )
 
 __all__ = [
-    "CategoricalPrediction", "DiagonalFactor", "EmbeddingFactor", "IvonState", "KroneckerFactor",
+    "CategoricalPrediction", "DiagonalFactor", "EmbeddingFactor", "KroneckerFactor",
     "NormalPrediction", "Prediction", "adapt_damping", "cg_fac", "curvature_due", "find_blocks",
-    "for_model", "ivon", "ivon_beliefs", "ivon_draw", "kfac", "scale_by_cg_fac", "scale_by_ivon",
-    "scale_by_kfac", "trust_region", "undo_bad_steps", "value_grad_and_factors",
+    "for_model", "kfac", "scale_by_cg_fac", "scale_by_kfac", "trust_region", "undo_bad_steps",
+    "value_grad_and_factors",
 ]  # fmt: skip

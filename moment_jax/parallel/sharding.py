@@ -73,18 +73,14 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
     return jax.device_put(batch, NamedSharding(mesh, PartitionSpec(DATA)))
 
 
-def moment_specs(cov: Covariance, *, batched: bool = True) -> Covariance:
-    """Partition specs of a covariance, in its structure: features over `model`.
-
-    `batched` says whether it has a leading batch axis, which is split over `data`.
-    """
-    lead = (DATA,) if batched else ()
+def moment_specs(cov: Covariance) -> Covariance:
+    """Partition specs of a batch of covariances, in their structure: features over `model`."""
 
     def spec(name: str, leaf: Array) -> PartitionSpec:
-        axes: list[str | None] = [None] * (leaf.ndim - len(lead))
+        axes: list[str | None] = [None] * (leaf.ndim - 1)
         if name in cov.feature_axes:
             axes[cov.feature_axes[name]] = MODEL
-        return PartitionSpec(*lead, *axes)
+        return PartitionSpec(DATA, *axes)
 
     fields: Any = cov
     specs = {  # a field is an array, or holds some
@@ -94,13 +90,12 @@ def moment_specs(cov: Covariance, *, batched: bool = True) -> Covariance:
     return dataclasses.replace(fields, **specs)
 
 
-def constrain(mean: Array, cov: S, mesh: Mesh, *, batched: bool = True) -> tuple[Array, S]:
-    """A mean (B, T, D), or (T, D) if not `batched`, and its covariance, sharded as `moment_specs` says.
+def constrain(mean: Array, cov: S, mesh: Mesh) -> tuple[Array, S]:
+    """Means (B, T, D) and their covariance, sharded as `moment_specs` says.
 
     For use inside `jit`, on a mesh of `make_mesh` whose axes divide B and D.
     """
-    lead = (DATA,) if batched else ()
-    specs = PartitionSpec(*lead, None, MODEL), moment_specs(cov, batched=batched)
+    specs = PartitionSpec(DATA, None, MODEL), moment_specs(cov)
     constrained: tuple[Array, S] = jax.tree.map(
         lambda leaf, spec: jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec)),
         (mean, cov),

@@ -1,17 +1,10 @@
 """What the transforms are checked against: sampled truth, and the derivation on dense covariances.
 
 `monte_carlo` is the final authority. The formulas are first-order, take and return dense covariances
-(T, D, T, D), and correct the printed ones, some of which are kept as `*_as_printed`.
+(T, D, T, D), and correct the printed ones.
 """
 
-from moment_jax.reference.propositions import (
-    proposition1,
-    proposition2,
-    proposition2_as_printed,
-    proposition3,
-    proposition4,
-    proposition4_as_printed,
-)
+from moment_jax.reference.propositions import proposition1, proposition2, proposition3, proposition4
 from moment_jax.reference.sampling import Agreement, MonteCarloMoments, monte_carlo
 from moment_jax.reference.transformer import (
     DenseMoments,
@@ -29,6 +22,6 @@ from moment_jax.reference.transformer import (
 __all__ = [
     "Agreement", "DenseMoments", "MonteCarloMoments", "attention",
     "dense", "dense_moments", "encoder_block", "feed_forward", "feed_forward_cross_cov",
-    "layer_norm", "monte_carlo", "proposition1", "proposition2", "proposition2_as_printed",
-    "proposition3", "proposition4", "proposition4_as_printed", "relu", "softmax",
+    "layer_norm", "monte_carlo", "proposition1", "proposition2", "proposition3",
+    "proposition4", "relu", "softmax",
 ]  # fmt: skip

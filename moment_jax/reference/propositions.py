@@ -4,7 +4,7 @@ Index convention: `cov[t, d, s, e]` is Cov[x_td, x_se]. The derivation's A^T B i
 column a_k of A is our row `a[k]`, and its Sigma_{a_k a_l} is `cov_a[k, :, l, :]`. For small sizes only:
 clarity comes before speed.
 
-Misprints are corrected; the printed forms are kept beside them.
+Misprints are corrected; the README says what they are.
 """
 
 import jax
@@ -30,19 +30,8 @@ def proposition2(mean_a: Array, cov_a: Array, mean_b: Array, cov_b: Array) -> Ar
     Source: Transformer derivation, Prop. 2, Eq. 9, with the transpose of E[a_m a_k^T] that its proof
     drops; its i and j run to nq, not to np.
     """
-    return _product_cov(mean_a, cov_a, mean_b, cov_b, "kimj,iljn->klmn")
-
-
-@jax.jit
-def proposition2_as_printed(mean_a: Array, cov_a: Array, mean_b: Array, cov_b: Array) -> Array:
-    """`proposition2` with tr(Sa Sb), as printed in Eq. 9: wrong for blocks that are not symmetric."""
-    return _product_cov(mean_a, cov_a, mean_b, cov_b, "kimj,jlin->klmn")
-
-
-def _product_cov(mean_a: Array, cov_a: Array, mean_b: Array, cov_b: Array, trace: str) -> Array:
-    """Eq. 9 at every index k, l, m, n; i and j are those of its sums."""
     return (
-        jnp.einsum(trace, cov_a, cov_b)
+        jnp.einsum("kimj,iljn->klmn", cov_a, cov_b)
         + jnp.einsum("ki,iljn,mj->klmn", mean_a, cov_b, mean_a)
         + jnp.einsum("il,kimj,jn->klmn", mean_b, cov_a, mean_b)
     )
@@ -93,22 +82,13 @@ def proposition4(
 
     jacobians = jax.vmap(jacobian)(normal, variance)
     passed = jnp.einsum("tdi,sej,tisj->tdse", jacobians, jacobians, cov)
-    return _affine_cov(normal, passed, gain, gain_cov, bias_cov)
-
-
-@jax.jit
-def proposition4_as_printed(
-    mean: Array, cov: Array, gain: Array, gain_cov: Array, bias_cov: Array
-) -> Array:
-    """Prop. 4 as printed; arguments as in `proposition4`.
-
-    It divides by the variance over the features instead of the standard deviation, and treats the mean
-    and deviation over the features as constants.
-    """
-    centred = mean - jnp.mean(mean, axis=1, keepdims=True)
-    variance = jnp.mean(centred**2, axis=1, keepdims=True)
-    passed = cov / variance[:, :, None, None] / variance[None, None, :, :]
-    return _affine_cov(centred / variance, passed, gain, gain_cov, bias_cov)
+    second_moment = passed + normal[:, :, None, None] * normal[None, None]
+    gain_product = gain[:, None] * gain[None, :]
+    return (
+        gain_cov[None, :, None, :] * second_moment
+        + gain_product[None, :, None, :] * passed
+        + bias_cov[None, :, None, :]
+    )
 
 
 def normalized(mean: Array, epsilon: Array | float) -> tuple[Array, Array]:
@@ -116,14 +96,3 @@ def normalized(mean: Array, epsilon: Array | float) -> tuple[Array, Array]:
     centred = mean - jnp.mean(mean, axis=1, keepdims=True)
     variance = jnp.mean(centred**2, axis=1) + epsilon
     return centred / jnp.sqrt(variance)[:, None], variance
-
-
-def _affine_cov(normal: Array, cov: Array, gain: Array, gain_cov: Array, bias_cov: Array) -> Array:
-    """Cov[g * n + b] for independent g, n and b; g and b are shared by the tokens."""
-    second_moment = cov + normal[:, :, None, None] * normal[None, None]
-    gain_product = gain[:, None] * gain[None, :]
-    return (
-        gain_cov[None, :, None, :] * second_moment
-        + gain_product[None, :, None, :] * cov
-        + bias_cov[None, :, None, :]
-    )

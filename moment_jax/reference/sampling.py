@@ -112,7 +112,7 @@ def monte_carlo(
     num_batches = -(-num_samples // batch_size)
     batch_size = -(-num_samples // num_batches)
 
-    def add_batch(carry: tuple[Array, list[_Sums]], batch: Array) -> tuple[Any, None]:
+    def add_batch(carry: tuple[Array, _Sums], batch: Array) -> tuple[Any, None]:
         centre, sums = carry
         indices = batch * batch_size + jnp.arange(batch_size)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, indices)
@@ -122,23 +122,24 @@ def monte_carlo(
         near = draws[0] + jnp.mean(draws - draws[:1], axis=0)
         centre = jax.lax.stop_gradient(jnp.where(batch == 0, near, centre))
         x = jnp.where(kept, draws - centre[None], 0)
-        return (centre, [jax.tree.map(jnp.add, old, _Sums.of(x, old.joint)) for old in sums]), None
+        return (centre, jax.tree.map(jnp.add, sums, _Sums.of(x, covariance))), None
 
     none = jnp.zeros((1, output.size), dtype)
-    start = none[0], [_Sums.of(none, joint) for joint in (False, True)[: 1 + covariance]]
-    (centre, (own, *joint)), _ = jax.lax.scan(add_batch, start, jnp.arange(num_batches))
-    variance, error = (x.reshape(output.shape) for x in own.covariance_and_error(num_samples))
+    start = none[0], _Sums.of(none, covariance)
+    (centre, sums), _ = jax.lax.scan(add_batch, start, jnp.arange(num_batches))
+    found = sums.covariance_and_error(num_samples)
+    own = map(diagonal_of, found) if covariance else found
+    variance, error = (x.reshape(output.shape) for x in own)
     deviation, certain = safe_sqrt(variance), variance == 0
-    cov = joint[0].covariance_and_error(num_samples) if covariance else (None, None)
     return MonteCarloMoments(
-        mean=(centre + own.first / num_samples).reshape(output.shape),
+        mean=(centre + sums.first / num_samples).reshape(output.shape),
         variance=variance,
         standard_deviation=deviation,
         mean_error=deviation / num_samples**0.5,
         variance_error=error,
         sd_error=jnp.where(certain, 0, error / jnp.where(certain, 1, 2 * deviation)),
-        covariance=cov[0],
-        covariance_error=cov[1],
+        covariance=found[0] if covariance else None,
+        covariance_error=found[1] if covariance else None,
     )
 
 

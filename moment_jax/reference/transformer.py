@@ -195,13 +195,9 @@ def feed_forward_cross_cov(mean: Array, cov: Array, params: layers.FeedForwardPa
 
 
 def encoder_block(
-    mean: Array,
-    cov: Array,
-    params: layers.EncoderBlockParams,
-    *,
-    num_heads: int,
+    mean: Array, cov: Array, params: layers.EncoderBlockParams, *, num_heads: int,
     epsilon: float = 1e-6,
-) -> DenseMoments:
+) -> DenseMoments:  # fmt: skip
     """First-order moments of norm2(z + feed_forward(z)), z = norm1(x + attention(x)), (T, D).
 
     Assumes what `attention` does, and that each branch is independent of its residual stream. That is

@@ -174,21 +174,6 @@ def test_separable_keeps_the_covariance_of_the_sum_of_any_covariance(name: str, 
 
 
 @structures
-def test_eager_equals_compiled_in_float32(structure: type[Covariance]):
-    cov = jax.tree.map(
-        lambda leaf: leaf.astype(jnp.float32), random_cov(KEYS[11], structure, SHAPE)
-    )
-
-    def chain(cov, kernel, vector):
-        return cov.map_features(kernel).add(cov.bias_noise(vector)).to_dense()
-
-    arrays = jnp.ones((5, 3), jnp.float32), jnp.ones((3,), jnp.float32)
-    eager, compiled = chain(cov, *arrays), jax.jit(chain)(cov, *arrays)
-    assert eager.dtype == compiled.dtype == jnp.float32
-    assert_close(eager, compiled, 1e-5)
-
-
-@structures
 def test_queries_equal_the_dense_ones(structure: type[Covariance]):
     cov = random_cov(KEYS[11], structure, SHAPE)
     assert cov.shape == SHAPE

@@ -120,8 +120,7 @@ def test_selective_scores_of_a_known_ranking():
 def test_every_way_to_predict_by_one_posterior_is_scored_and_priced(tmp_path):
     assert main(["classify", "--selective", "--out", str(tmp_path), *COUNTS]) == 0
     ways = json.loads((tmp_path / "selective.json").read_text())["ways"]
-    assert len(ways) == 2 + 2 * 7
+    assert len(ways) == 2 + 7
     for record in ways.values():
         assert 0 < record["aurc"]["mean"] < 1
         assert record["price"] > 0
-    assert ways["ELBO: the mean network"]["nll"] != ways["IVON: the mean network"]["nll"]

@@ -58,12 +58,6 @@ def test_the_factor_is_a_maximum_and_the_network_stays():
     assert not isinstance(model.beliefs["bias"], mj.posterior.Posterior)  # zeros stay certain
 
 
-@pytest.mark.slow
-def test_a_network_that_knows_less_is_doubted_more():
-    less, more = (calibrated(net(), mj.Categorical(), (X, classes(f))) for f in (0.2, 0.6))
-    assert factor(more) > 1.5 * factor(less)
-
-
 def test_noise_is_estimated_with_the_factor():
     weights = WEIGHTS[:, :1]
     y = outputs(0.3, weights) + 0.8 * RNG.normal(size=(len(X), 1))

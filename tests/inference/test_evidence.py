@@ -136,12 +136,6 @@ def test_noise_of_the_input_in_any_units():
     model, _ = fit(net, NOISY, (100 * x, y), members=2, max_steps=3000)
     found = model.predict(100 * x)
     np.testing.assert_allclose(found.sd[:, 0], 5 * np.exp(x[:, 0]), rtol=0.15)
-    member, keys = model.members[0], jax.random.split(jax.random.key(0), 4000)
-    of_draws = jax.vmap(lambda key: member.sample(key)(100 * x[:5]))(keys)  # linear in the weights
-    mean, noise = of_draws[..., 0], jnp.exp(of_draws[..., 1]).mean(axis=0)
-    part = member.predict(100 * x[:5])
-    np.testing.assert_allclose(part.mean[:, 0], mean.mean(axis=0), rtol=3e-3)
-    np.testing.assert_allclose(part.variance[:, 0], mean.var(axis=0) + noise, rtol=0.02)
 
 
 @pytest.fixture(scope="module")
@@ -202,10 +196,6 @@ def test_members_are_averaged(average):
     second = np.mean([part.variance + part.mean**2 for part in parts], axis=0)
     np.testing.assert_allclose(found.variance, second - found.mean**2, rtol=1e-5)
     np.testing.assert_allclose(jnp.diagonal(found.cov, axis1=1, axis2=2), found.variance, rtol=1e-5)
-    low, high = found.interval(0.8)
-    below = [np.mean([stats.norm.cdf(e, p.mean, p.sd) for p in parts], axis=0) for e in (low, high)]
-    np.testing.assert_allclose(below[0], 0.1, atol=1e-6)
-    np.testing.assert_allclose(below[1], 0.9, atol=1e-6)
     assert found.sample(jax.random.key(0)).shape == (40, 2)
     compiled = nnx.jit(lambda model, x: model.log_prob(x, Y))(model, X)
     np.testing.assert_allclose(compiled, found.log_prob(Y), rtol=1e-5)

@@ -12,10 +12,10 @@ import moment_jax as mj
 from moment_jax.inference import laplace
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian
 from moment_jax.posterior import FullNormal
-from tests.propagation.models import MyMLP, MyViT
+from tests.propagation.models import MyMLP
 
 X = jax.random.normal(jax.random.key(0), (24, 3))
-ZEROS, NEGATIVE = (X, jnp.zeros((24, 1))), -jnp.ones(24, int)
+ZEROS = X, jnp.zeros((24, 1))
 WIDE = {"param_dtype": jnp.float64, "dtype": jnp.float64}
 
 pytestmark = pytest.mark.usefixtures("ranks_of_a_user")
@@ -225,6 +225,9 @@ def test_the_evidence_is_highest_at_the_chosen_precision_and_batches_do_not_matt
         moments = belief.marginal_variance(), batches[path].marginal_variance()
         np.testing.assert_allclose(*moments, rtol=1e-3)
     assert best.log_evidence > max(found(precision * f).log_evidence for f in (0.8, 1.25))
+    each = laplace(model, Gaussian(0.1), data, receipt=True, per_layer=True)[1]
+    assert len(set(each.prior_precision.values())) > 1
+    assert each.log_evidence > best.log_evidence
     assert 0 < best.effective_parameters < 1000
 
 
@@ -286,17 +289,6 @@ def test_held_out_data_choose_the_precision_that_predicts_them_best(likelihood, 
         assert best >= density(prior_precision=precision)[0] - 1e-3
 
 
-@pytest.mark.filterwarnings("ignore:.*the edge of the range:UserWarning")
-@pytest.mark.parametrize("name", ["scanned", "bridged"])
-def test_held_out_data_of_models_that_scan_or_are_bridged(name):
-    model, x = evaluated(MODELS[name]), X[:6].astype(jnp.float64)
-    data = x, (x[:, 0] > 0).astype(int)
-    found = laplace(model, Categorical(), data, held_out=data, kind="diagonal")
-    moments = nnx.jit(lambda found, x: found(x))(found, x)
-    assert jnp.allclose(moments.mean, nnx.jit(lambda model, x: model(x))(model, x))
-    assert (moments.variance > 0).all()
-
-
 def test_a_linear_regression_has_its_noise_and_prior_from_the_evidence():
     x = jax.random.normal(jax.random.key(2), (400, 3))
     weights = jnp.array([[1.0], [-2.0], [0.5]])
@@ -309,39 +301,6 @@ def test_a_linear_regression_has_its_noise_and_prior_from_the_evidence():
     assert abs(receipt.prior_precision["model"] - 3 / float(jnp.sum(weights**2))) < 0.1
 
 
-@pytest.mark.slow
-def test_a_vision_transformer_as_users_write_it():
-    """Convolutional patches, a class token, attention."""
-    model = evaluated(MyViT, depth=1, width=8)
-    inputs = jax.random.normal(jax.random.key(0), (6, 8, 8, 1))
-    logits = nnx.jit(model)(inputs)
-    data = inputs, jnp.argmax(logits, axis=-1)
-    found, receipt = laplace(model, Categorical(), data, receipt=True, per_layer=True)
-    assert np.isfinite(receipt.log_evidence)
-    for linearised in (True, False):
-        of = found.replace(linearised=linearised, structure=mj.Diagonal)
-        moments = nnx.jit(lambda of, x: of(x))(of, inputs[:1])
-        assert jnp.isfinite(moments.mean).all()
-        assert (moments.variance > 0).all()
-        assert not linearised or jnp.allclose(moments.mean, logits[:1], atol=1e-5)
-
-
-@pytest.mark.slow
-def test_the_model_predicts_and_its_network_is_that_of_the_user():
-    for outputs, likelihood, y in (
-        (2, Gaussian(), jnp.sin(X[:, :2])),
-        (1, Gaussian(0.1), jnp.sin(X[:, 0])),
-        (3, Categorical(), (X[:, 0] > 0).astype(int)),
-    ):
-        model = laplace(linear(outputs), likelihood, (X, y), prior_precision=1.0)
-        assert model.linearised
-        prediction = model.predict(X[:5])
-        of_classes = isinstance(likelihood, Categorical)
-        assert (prediction.probs if of_classes else prediction.sd).shape == (5, outputs)
-        assert model.log_prob(X, y).shape == (24,)
-        assert isinstance(model.at_means(), nnx.Linear)
-
-
 def test_a_linen_module_bound_to_its_variables_is_a_network():
     x = X.astype(jnp.float32)
     module = linen.Dense(2)
@@ -352,6 +311,7 @@ def test_a_linen_module_bound_to_its_variables_is_a_network():
     same = laplace(net, Categorical(), (x, np.arange(24) % 2), prior_precision=1.0)
     np.testing.assert_allclose(model.predict(x).probs, same.predict(x).probs, rtol=1e-6)
     assert isinstance(model.at_means(), linen.Dense)
+    assert model.linearised
 
 
 def test_a_covariance_beyond_single_precision_is_kept():
@@ -372,18 +332,10 @@ def test_a_prior_may_be_centred_at_given_weights():
 
 
 DICT = {"x": X}
-BAD = [
+BAD = [  # of data, see also tests/inference/test_fit.py
     ({"kind": "full"}, ValueError, "kfac or diagonal. Got 'full'"),
-    ({"likelihood": "mse"}, TypeError, "Categorical.*Got 'mse'"),
-    ({"likelihood": Gaussian}, TypeError, "Got <class .*Give Gaussian()"),
-    ({"likelihood": Gaussian(0.0)}, ValueError, "positive noise variance"),
     ({"likelihood": Gaussian(np.ones(1))}, ValueError, "one positive noise variance"),
     ({"data": (X, jnp.zeros((24, 2)))}, ValueError, r"shape \(24, 1\).*Got .* shape \(24, 2\)"),
-    ({"data": (X, NEGATIVE), "likelihood": Categorical()}, ValueError, "0 to 0. Got .* -1 .*unique"),
-    ({"data": (X, ZEROS[1] - 1), "likelihood": Bernoulli()}, ValueError, "0 to 1. Got .* from -1.0"),
-    ({"data": (X, ZEROS[1] + 255), "likelihood": Bernoulli()}, ValueError, "to 255.0"),
-    ({"data": (X, jnp.log(ZEROS[1]))}, ValueError, "finite in float32. Got"),
-    ({"data": (jnp.log(0 * X), ZEROS[1])}, ValueError, "finite inputs"),
     ({"data": (DICT, ZEROS[1])}, TypeError, "Got object.*write a module"),
     ({"held_out": (X, jnp.zeros((24, 2)))}, ValueError, r"shape \(24, 1\).*Got .* \(24, 2\)"),
     ({"held_out": ZEROS, "per_layer": True}, ValueError, "one prior precision"),
@@ -392,7 +344,6 @@ BAD = [
     ({"prior_mean": {"kernal": jnp.zeros((3, 1))}}, ValueError, r"kernel \(3, 1\). Got .* at kernal"),
     ({"prior_mean": {"kernel": 0.0}}, ValueError, r"Got float of shape \(\) at kernel"),
     ({"random": nnx.PathContains("head")}, ValueError, "Got none of bias, kernel"),
-    ({"network": jnp.tanh}, TypeError, "Flax module"),
     ({"network": mj.Bayesian(linear())}, TypeError, "Got a Bayesian; use its at_means"),
     ({"network": Of(lambda n, x: (n.a(x), x), a=linear())}, TypeError, "one array.*output="),
     ({"network": Of(lambda n, x: n.a(x)[0], a=linear())}, TypeError, "one array"),

@@ -7,7 +7,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import moment_jax as mj
@@ -20,7 +19,6 @@ from tests.builders import (
     plain_block,
     plain_linear,
     plain_norm,
-    quickly,
     random_block,
     random_dense,
 )
@@ -138,12 +136,3 @@ def test_full_against_samples():
     )
     assert agreement.mean_error < 4 / 20_000**0.5, agreement
     assert agreement.sd_error < 0.02, agreement
-
-
-@quickly(mj.Diagonal)
-def test_later_tokens_and_masked_memory_do_not_matter(structure: type[Covariance]):
-    run = decoder(structure)
-    mean, variance = run(MEAN, 0.1, PARAMS, MEMORY, SEEN)
-    moved = run(MEAN.at[2].add(5.0), 0.1, PARAMS, MEMORY.at[3].add(5.0), SEEN)
-    np.testing.assert_array_equal(moved[0][:2], mean[:2])
-    np.testing.assert_array_equal(moved[1][:2], variance[:2])

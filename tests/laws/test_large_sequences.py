@@ -1,4 +1,4 @@
-"""Scans over heads, and remat, change the program but not its result; of blocks, see test_loops.py."""
+"""Scans over heads change the program but not its result; of blocks, see test_loops.py."""
 
 from __future__ import annotations
 
@@ -6,22 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import moment_jax as mj
 from moment_jax.layers import rules
-from tests.builders import assert_close, filled, random_block, random_cov
+from tests.builders import assert_close, random_block, random_cov
 
 KEYS = jax.random.split(jax.random.key(8), 3)
 SHAPE = (5, 6)
 BLOCK = random_block(KEYS[0], SHAPE[1], 8, 0.3)
 MEAN = jax.random.normal(KEYS[1], SHAPE)
-
-
-def double(network):
-    """The network in float64."""
-    arrays = nnx.to_pure_dict(nnx.state(network, nnx.Param))
-    return filled(network, jax.tree.map(lambda a: a.astype(jnp.float64), arrays))
 
 
 @pytest.mark.parametrize(
@@ -46,25 +39,3 @@ def test_heads_one_after_another(monkeypatch: pytest.MonkeyPatch, structure):
     assert_close(alone[0], together[0])
     assert_close(alone[1], together[1])
     assert_close(gradient_alone, gradient, 1e-9)
-
-
-@pytest.mark.slow
-def test_remat_reaches_the_encoder_and_changes_no_gradient():
-    def gradient(remat: bool):
-        encoder = mj.nn.Encoder(2, 6, 2, hidden_features=8, remat=remat, rngs=nnx.Rngs(0))
-        model = mj.Bayesian(double(encoder), structure=mj.Diagonal, batch_axes=0)
-
-        def total(x):
-            moments = model(x)
-            return jnp.sum(moments.mean**2) + jnp.sum(moments.variance**2)
-
-        with jax.numpy_rank_promotion("allow"):  # Flax's layers promote
-            traced = jax.jit(jax.grad(total)).trace(MEAN)
-        return str(traced.jaxpr), traced.lower().compile()(MEAN)
-
-    (with_remat, slopes), (without, expected) = gradient(True), gradient(False)
-    assert " remat" in with_remat or " checkpoint" in with_remat
-    assert " remat" not in without
-    assert " checkpoint" not in without
-    assert_close(slopes, expected)
-    assert expected.any()

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import pytest
-from flax import nnx
 
 import moment_jax as mj
 from experiments.programs import Size, size_of
@@ -44,22 +42,3 @@ def test_a_block_keeps_within_its_budget(structure: type[mj.Covariance]):
         ]
     for size, budget in zip(sizes, BUDGET[structure], strict=True):
         assert all(n <= most for n, most in zip(size, budget, strict=True)), (size, budget)
-
-
-@pytest.mark.slow
-def test_a_loop_of_blocks_is_as_large_for_any_number_of_them():
-    """With its gradient: the encoder's scan is one of (mean, cov)."""
-
-    def size(num_blocks):
-        options = {"hidden_features": 16, "activation": "gelu", "scan": True}
-        encoder = mj.nn.Encoder(num_blocks, 8, 2, rngs=nnx.Rngs(0), **options)
-        graph, state = nnx.split(mj.Bayesian(encoder, batch_axes=0))
-
-        def loss(state, x):
-            mean, cov = nnx.merge(graph, state)(x)
-            return jnp.mean(mean**2) + jnp.mean(cov.variance())
-
-        return size_of(jax.jit(jax.grad(loss)).lower(state, jnp.ones((4, 8), jnp.float32)))
-
-    with jax.numpy_rank_promotion("allow"):  # Flax's layers promote
-        assert size(6) == size(12)

@@ -10,12 +10,12 @@ import pytest
 import scipy.special
 import scipy.stats
 
-from moment_jax.objectives import token_uncertainty
+from moment_jax.objectives import log_class_probabilities
 from moment_jax.objectives.cubature import (
     expected_logsumexp,
     gaussian_points,
-    log_expected_softmax,
     normal_points,
+    probabilities_with_uncertainty,
 )
 
 C, POINTS, MANY = 5, 64, 2048
@@ -23,14 +23,14 @@ C, POINTS, MANY = 5, 64, 2048
 
 def uncertainty(mean, cov, num_points):
     """Total, aleatoric and epistemic, (3,)."""
-    return jnp.stack(token_uncertainty(mean, cov, num_points=num_points))
+    return jnp.stack(probabilities_with_uncertainty(mean, cov, num_points=num_points)[1])
 
 
-FUNCTIONS = {
-    "logsumexp": expected_logsumexp,
-    "softmax": log_expected_softmax,
-    "uncertainty": uncertainty,
-}
+def log_softmax(mean, cov, num_points):
+    return log_class_probabilities(mean, cov, num_points=num_points)
+
+
+FUNCTIONS = {"logsumexp": expected_logsumexp, "softmax": log_softmax, "uncertainty": uncertainty}
 
 
 # Compiled once per shape; otherwise compiling tiny programs would dominate this file's time.

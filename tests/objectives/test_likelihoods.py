@@ -1,4 +1,4 @@
-"""Expected log-likelihoods and log marginals beside textbook formulas, quadrature and sampling."""
+"""Expected log-likelihoods and scores of predictions beside textbook formulas and quadrature."""
 
 from functools import partial
 
@@ -12,21 +12,22 @@ import scipy.stats
 
 import moment_jax as mj
 from moment_jax.expectations.quadrature import expected
-from moment_jax.objectives import (
-    Bernoulli,
-    Categorical,
-    Gaussian,
-    HeteroscedasticGaussian,
-    class_probabilities,
-    log_marginal,
-)
+from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
 from moment_jax.objectives import expected_log_likelihood as uncompiled
 
 T, D, C = 3, 2, 4
+
+
+def score(likelihood, target, mean, cov):
+    """Log E[p(target | f)], that of a prediction."""
+    cov = mj.Diagonal(cov[None]) if cov.ndim == 1 else mj.Full(cov[None, :, None])
+    return likelihood(mj.Moments(mean, cov)).log_prob(target)
+
+
 # Compiled once for each form of the arguments: the value and its gradients.
 with_grads = {
-    score: jax.jit(jax.value_and_grad(score, argnums=(0, 2, 3), allow_int=True))
-    for score in (uncompiled, log_marginal)
+    fn: jax.jit(jax.value_and_grad(fn, argnums=(0, 2, 3), allow_int=True))
+    for fn in (uncompiled, score)
 }
 value_alone = jax.jit(uncompiled)
 
@@ -54,8 +55,8 @@ CASES = {f"gaussian_{k}": (Gaussian(v), normal(0, D), normal(1, D)) for k, v in 
 CASES["heteroscedastic"] = (HeteroscedasticGaussian(), normal(2, D), normal(3, 2 * D))
 CASES["categorical"] = (Categorical(), np.asarray(2), normal(4, C))
 SCORES = [(name, uncompiled) for name in CASES]
-SCORES += [(name, log_marginal) for name in CASES if name != "heteroscedastic"]
-every_score = pytest.mark.parametrize(("name", "score"), SCORES)
+SCORES += [(name, score) for name in CASES if name != "heteroscedastic"]
+every_score = pytest.mark.parametrize(("name", "fn"), SCORES)
 
 
 def log_density(likelihood, target, f):
@@ -67,14 +68,6 @@ def log_density(likelihood, target, f):
     if isinstance(likelihood, HeteroscedasticGaussian):
         return scipy.stats.norm(f[:, :D], np.exp(f[:, D:] / 2)).logpdf(target).sum(1)
     return f[:, int(target)] - np.log(np.exp(f).sum(1))
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name != "heteroscedastic"])
-def test_jensen(name):
-    likelihood, target, mean = CASES[name]
-    for scale in (0.01, 0.5, 2.0):
-        args = (likelihood, target, mean, random_cov(8, mean.size, scale))
-        assert expected_log_likelihood(*args) < with_grads[log_marginal](*args)[0]
 
 
 def gauss_hermite(size, count):
@@ -119,75 +112,46 @@ def test_gaussian_sequences_and_structures(structure):
     cov = structure.project(random_cov(10, T * D).reshape(T, D, T, D))
     target, mean = normal(11, T, D), normal(12, T, D)
 
-    def in_all_forms(score, likelihood, cov):
+    def in_all_forms(likelihood):
         dense = cov.to_dense()
-        values = [score(likelihood, target, mean, form) for form in (cov, dense)]
-        if score is uncompiled or structure is not mj.Full:
-            blocks = jnp.einsum("tdte->tde", dense)
-            values.append(
-                jnp.sum(jax.vmap(score, (None, 0, 0, 0))(likelihood, target, mean, blocks))
-            )
-        if structure is mj.Diagonal:
-            values.append(score(likelihood, target, mean, cov.variance()))
-        return values
+        blocks = jnp.einsum("tdte->tde", dense)
+        forms = cov, dense, *([cov.variance()] if structure is mj.Diagonal else ())
+        each = jax.vmap(uncompiled, (None, 0, 0, 0))(likelihood, target, mean, blocks)
+        return [*(uncompiled(likelihood, target, mean, form) for form in forms), jnp.sum(each)]
 
-    results = jax.jit(
-        lambda cov: [
-            in_all_forms(score, Gaussian(noise), cov)
-            for score in (uncompiled, log_marginal)
-            for noise in NOISES.values()
-        ]
-    )(cov)
-    for values in results:
+    for values in jax.jit(lambda: [in_all_forms(Gaussian(x)) for x in NOISES.values()])():
         np.testing.assert_allclose(values, np.full(len(values), values[0]), atol=1e-10)
 
 
 @every_score
-def test_gradients_are_finite_without_uncertainty(name, score):
+def test_gradients_are_finite_without_uncertainty(name, fn):
     """And everything stays in float32 where the arguments are."""
     likelihood, target, mean = CASES[name]
     for shape in ((mean.size,), (mean.size, mean.size)):
         args = likelihood, target, mean, np.zeros(shape)
-        _, grads = with_grads[score](*args)
+        _, grads = with_grads[fn](*args)
         chex.assert_tree_all_finite(grads)
         narrow = jax.tree.map(
             lambda x: x if np.issubdtype(x.dtype, np.integer) else x.astype(np.float32), args
         )
-        results = jax.tree.leaves(jax.eval_shape(with_grads[score], *narrow))
+        results = jax.tree.leaves(jax.eval_shape(with_grads[fn], *narrow))
         assert all(leaf.dtype == np.float32 for leaf in results)
 
 
 # The gradients for classes follow Price's theorem and are tested with the cubature.
-@pytest.mark.parametrize(("name", "score"), [s for s in SCORES if s[0] != "categorical"])
-def test_gradients_against_differences(name, score):
+@pytest.mark.parametrize(("name", "fn"), [s for s in SCORES if s[0] != "categorical"])
+def test_gradients_against_differences(name, fn):
     likelihood, target, mean = CASES[name]
     cov = random_cov(13, mean.size)
     step, shift = 1e-5, 0.1 * cov
 
     def value(t):
-        return with_grads[score](likelihood, target, mean + t, cov + t * shift)[0]
+        return with_grads[fn](likelihood, target, mean + t, cov + t * shift)[0]
 
-    _, (_, by_mean, by_cov) = with_grads[score](likelihood, target, mean, cov)
+    _, (_, by_mean, by_cov) = with_grads[fn](likelihood, target, mean, cov)
     difference = (value(step) - value(-step)) / (2 * step)
     slope = np.sum(by_mean) + np.vdot(by_cov, shift)
     np.testing.assert_allclose(slope, difference, rtol=1e-7, atol=1e-7)
-
-
-def test_vmap_is_a_loop_and_jit_changes_nothing():
-    batches = {}
-    for name, (likelihood, target, mean) in CASES.items():
-        covs = np.stack([random_cov(seed, mean.size) for seed in (14, 15)])
-        batches[name] = likelihood, np.stack([target] * 2), np.stack([mean, -mean]), covs
-    mapped = jax.jit(
-        lambda batches: [jax.vmap(score, (None, 0, 0, 0))(*batches[name]) for name, score in SCORES]
-    )(batches)
-    for (name, score), values in zip(SCORES, mapped, strict=True):
-        likelihood, *rows = batches[name]
-        loop = [with_grads[score](likelihood, *row)[0] for row in zip(*rows, strict=True)]
-        np.testing.assert_allclose(values, loop, atol=1e-10)
-        if (name, score) in (("categorical", uncompiled), ("gaussian_matrix", log_marginal)):
-            plain = score(likelihood, *(row[0] for row in rows))
-            np.testing.assert_allclose(plain, loop[0], atol=1e-10)
 
 
 def test_huge_outputs_stay_finite():
@@ -198,43 +162,27 @@ def test_huge_outputs_stay_finite():
         chex.assert_tree_all_finite((value, grads))
 
 
-# -- log marginals ------------------------------------------------------------------------------------
+# -- scores of predictions ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
-def test_log_marginal_against_scipy(noise):
-    """Of vectors and sequences: Eq. 13 with noise, also where the covariance alone is singular."""
+def test_scores_of_gaussian_predictions_are_scipys(noise):
+    """Eq. 13 with noise, also where the covariance alone is singular."""
     block = noise if noise.ndim == 2 else np.diag(np.broadcast_to(noise, D))
-    for shape, ranks in (((D,), (D, 1)), ((T, D), (T * D, 2))):
-        size = int(np.prod(shape))
-        for rank in ranks:
-            target, mean, factor = normal(3, *shape), normal(4, *shape), normal(5, size, rank)
-            full = factor @ factor.T
-            variance = np.diagonal(full)
-            for cov, given in (
-                (full, full.reshape(*shape, *shape)),
-                (np.diag(variance), variance.reshape(shape)),
-            ):
-                total = cov + np.kron(np.eye(size // D), block)
-                exact = scipy.stats.multivariate_normal(mean.ravel(), total).logpdf(target.ravel())
-                value, _ = with_grads[log_marginal](Gaussian(noise), target, mean, given)
-                np.testing.assert_allclose(value, exact, atol=1e-10)
+    target, mean = normal(3, D), normal(4, D)
+    for rank in (D, 1):
+        factor = normal(5, D, rank)
+        full = factor @ factor.T
+        for cov, given in ((full, full), (np.diag(np.diag(full)), np.diagonal(full))):
+            exact = scipy.stats.multivariate_normal(mean, cov + block).logpdf(target)
+            value, _ = with_grads[score](Gaussian(noise), target, mean, given)
+            np.testing.assert_allclose(value, exact, atol=1e-10)
 
 
-def test_log_marginal_of_classes_is_the_logarithm_of_the_probability():
-    likelihood, _, mean = CASES["categorical"]
-    full = random_cov(10, C)
-    probabilities = jax.jit(partial(class_probabilities, num_points=128))
-    for cov in (full, np.diagonal(full)):
-        score = with_grads[log_marginal]
-        values = [score(likelihood, np.asarray(k), mean, cov)[0] for k in range(C)]
-        np.testing.assert_allclose(values, np.log(probabilities(mean, cov)), atol=1e-10)
-
-
-def test_log_marginal_is_finite_where_the_probability_underflows():
+def test_the_score_of_a_class_is_finite_where_its_probability_underflows():
     mean = np.asarray([500.0, -500.0, 0.0, -2000.0], np.float32)
     for cov in (np.zeros(4, np.float32), np.ones((4, 4), np.float32)):
-        value, (_, *grads) = with_grads[log_marginal](Categorical(), np.asarray(1), mean, cov)
+        value, (_, *grads) = with_grads[score](Categorical(), np.asarray(1), mean, cov)
         assert -1100 < value < -900
         chex.assert_tree_all_finite(grads)
         np.testing.assert_allclose(grads[0], [-1.0, 1.0, 0.0, 0.0], atol=1e-5)
@@ -244,8 +192,8 @@ def test_log_marginal_is_finite_where_the_probability_underflows():
 
 LOGITS = np.linspace(-8, 8, 17)
 LOGISTIC = {
-    partial(expected, jax.nn.softplus): (jax.nn.softplus, lambda f: np.logaddexp(0, f)),
-    partial(expected, jax.nn.sigmoid): (jax.nn.sigmoid, scipy.special.expit),
+    jax.jit(partial(expected, jax.nn.softplus)): lambda f: np.logaddexp(0, f),
+    jax.jit(partial(expected, jax.nn.sigmoid)): scipy.special.expit,
 }
 
 
@@ -257,27 +205,11 @@ def fine_average(fn, mean, variance):
 
 @pytest.mark.parametrize("fn", LOGISTIC, ids=["softplus", "sigmoid"])
 def test_quadrature_of_the_logistic_function(fn):
-    smooth, plain = LOGISTIC[fn]
-
-    @jax.jit
-    def everything(mean, variance):
-        by_both = jax.grad(lambda m, v: jnp.sum(fn(m, v)), argnums=(0, 1))
-        return fn(mean, variance), *by_both(mean, variance)
-
-    @jax.jit
-    def slope_and_curvature(mean):
-        return jax.jvp(jax.vmap(jax.grad(smooth)), (mean,), (jnp.ones_like(mean),))
-
+    """Its derivatives are in tests/expectations."""
     for variance, error in ((0.0, 1e-14), (1.0, 1e-9), (4.0, 6e-6), (9.0, 3e-4)):
         variance = np.full(17, variance)
-        exact = fine_average(plain, LOGITS, variance)
-        assert np.abs(everything(LOGITS, variance)[0] - exact).max() < error
-    _, by_mean, by_variance = everything(LOGITS, np.zeros(17))
-    slope, curvature = slope_and_curvature(LOGITS)
-    np.testing.assert_allclose(by_mean, slope, atol=1e-12)
-    np.testing.assert_allclose(by_variance, curvature / 2, atol=1e-12)
-    up, here, down = (everything(LOGITS, np.full(17, 0.5 + k)) for k in (1e-5, 0, -1e-5))
-    np.testing.assert_allclose(here[2], (up[0] - down[0]) / 2e-5, atol=1e-7)
+        exact = fine_average(LOGISTIC[fn], LOGITS, variance)
+        assert np.abs(fn(LOGITS, variance) - exact).max() < error
 
 
 def test_bernoulli():

@@ -15,11 +15,8 @@ from moment_jax.objectives import (
     HeteroscedasticGaussian,
     class_probabilities,
     expected_log_likelihood,
-    log_class_probabilities,
-    log_marginal,
-    predictive_gaussian,
-    token_uncertainty,
 )
+from moment_jax.objectives.cubature import probabilities_with_uncertainty
 
 C = 10
 SCALES = [0.3, 1.0, 2.0, 3.0, 5.0]
@@ -58,22 +55,8 @@ def test_against_sampling(rank, scale, draws):
     assert np.mean(gaps) < 0.005 * min(1.0, scale / 3)
 
 
-def test_two_classes_against_quadrature():
-    nodes, weights = np.polynomial.hermite_e.hermegauss(150)
-    for scale in SCALES:
-        exact = weights / weights.sum() @ (1 / (1 + np.exp(-(0.7 + scale * nodes))))
-        value = compiled(np.asarray([0.7, 0.0]), scale**2 * np.diag([0.5, 0.5]))
-        assert abs(value[0] - exact) < 0.002
-
-
-def test_the_logarithm_vmap_and_the_softmax_without_uncertainty():
-    means, factors = map(np.stack, zip(*(problem(seed, 1.0, C) for seed in range(3)), strict=True))
-    covs = factors @ np.swapaxes(factors, 1, 2)
-    covs[0] = 0
-    loop = np.stack([compiled(m, c) for m, c in zip(means, covs, strict=True)])
-    np.testing.assert_allclose(loop[0], np.exp(means[0]) / np.exp(means[0]).sum(), atol=1e-12)
-    logarithm = jax.jit(jax.vmap(log_class_probabilities))(means, covs)
-    np.testing.assert_allclose(np.exp(logarithm), loop, atol=1e-12)
+def epistemic(mean, cov):
+    return probabilities_with_uncertainty(mean, cov)[1].epistemic
 
 
 @pytest.mark.parametrize("structure", [mj.Diagonal, mj.Separable, mj.Full])
@@ -100,9 +83,9 @@ def test_moments_of_a_batch(structure, lead):
             (moments.variance, own),
             (moments.features, blocks),
             (class_probabilities(mean, cov), class_probabilities(rows, blocks)),
-            (token_uncertainty(mean, cov)[2], token_uncertainty(rows, blocks)[2]),
+            (epistemic(mean, cov), epistemic(rows, blocks)),
             (mj.Bernoulli()(moments).probs, expected(jax.nn.sigmoid, rows, own)),
-            (predictive_gaussian(mean, cov, Gaussian(0.5))[1], own + 0.5),
+            (Gaussian(0.5)(moments).variance, own + 0.5),
         ]
         if lead[-1] == 1:
             fit = jax.vmap(expected_log_likelihood, (None, 0, 0, 0))
@@ -114,26 +97,15 @@ def test_moments_of_a_batch(structure, lead):
         np.testing.assert_allclose(found, right, atol=1e-12)
 
 
-def test_gaussian_total_variance():
-    mean, cov = np.asarray([1.0, 2.0]), np.asarray([[0.5, 0.1], [0.1, 0.3]])
-    noise = np.asarray([[0.9, 0.4], [0.4, 0.6]])
-    for form in (cov, np.diagonal(cov)):
-        for given, added in ((0.2, 0.2), (np.diagonal(noise), [0.9, 0.6]), (noise, [0.9, 0.6])):
-            out_mean, total = predictive_gaussian(mean, form, Gaussian(given))
-            np.testing.assert_allclose(out_mean, mean)
-            np.testing.assert_allclose(total, np.asarray([0.5, 0.3]) + added, atol=1e-12)
-    sequence = predictive_gaussian(np.ones((3, 2)), np.ones((3, 2)), Gaussian(noise))[1]
-    np.testing.assert_allclose(sequence, [[1.9, 1.6]] * 3, atol=1e-12)
-
-
 def test_heteroscedastic_total_variance_against_sampling():
     rng = np.random.default_rng(2)
     mean, factor = rng.normal(size=4), 0.4 * rng.normal(size=(4, 4))
     outputs = mean + rng.normal(size=(400_000, 4)) @ factor.T
     samples = outputs[:, :2] + np.exp(outputs[:, 2:] / 2) * rng.normal(size=(400_000, 2))
-    out_mean, total = predictive_gaussian(mean, factor @ factor.T, HeteroscedasticGaussian())
-    deviations = (samples - np.asarray(out_mean)) ** 2
-    for values, exact in ((samples, out_mean), (deviations, total)):
+    cov = mj.Full((factor @ factor.T)[None, :, None])
+    found = HeteroscedasticGaussian()(mj.Moments(jnp.asarray(mean), cov))
+    deviations = (samples - np.asarray(found.mean)) ** 2
+    for values, exact in ((samples, found.mean), (deviations, found.variance)):
         error = np.std(values, axis=0) / np.sqrt(len(values))
         assert np.all(np.abs(values.mean(axis=0) - exact) < 4.5 * error)
 
@@ -165,10 +137,10 @@ def test_half_precision_keeps_the_doubt_of_many_classes():
     @jax.jit
     def scores(mean, cov):
         fit = expected_log_likelihood(Categorical(), 3, mean, cov)
-        return token_uncertainty(mean, cov), fit, log_marginal(Categorical(), 3, mean, cov)
+        return *probabilities_with_uncertainty(mean, cov), fit
 
     for dtype in (jnp.float16, jnp.bfloat16):
         given = [jnp.asarray(x, dtype) for x in (2 * random.normal(size=128), root @ root.T / 128)]
         right = scores(*(x.astype(jnp.float32) for x in given))
-        assert right[0].epistemic > 0.1
+        assert right[1].epistemic > 0.1
         chex.assert_trees_all_close(scores(*given), right, atol=1e-6)

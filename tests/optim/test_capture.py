@@ -198,16 +198,10 @@ def logits_of(model, x, labels):
 
 
 @pytest.mark.usefixtures("ranks_of_a_user")
-@pytest.mark.parametrize(
-    "create", [Codes, pytest.param(CREATE["partly"], marks=pytest.mark.slow)], ids=CREATE
-)
-def test_factors_of_a_bayesian_are_those_of_its_network_at_the_means(create):
-    model, labels = create(), jnp.arange(N) % CLASSES
+def test_factors_of_a_bayesian_are_those_of_its_network_at_the_means():
+    model, labels = Codes(), jnp.arange(N) % CLASSES
     x = jax.random.normal(jax.random.key(1), (N, 4), jnp.float32)
-    if create is not Codes:
-        x = jnp.stack([x, 2 * x, -x, x**2], axis=-1)
-    plain = model.plain() if create is Codes else model.at_means()
-    left, right = (factors_of(logits_of, each, x, labels) for each in (model, plain))
+    left, right = (factors_of(logits_of, each, x, labels) for each in (model, model.plain()))
     for ours, theirs in zip(left.values(), right.values(), strict=True):
         jax.tree.map(partial(close, tolerance=1e-5), ours, theirs)
 

@@ -73,20 +73,6 @@ def test_a_prior_is_broadcast_to_the_weights():
         np.testing.assert_allclose(*values, **TOL)
 
 
-def test_kl_is_the_integral():
-    """Entry by entry, which are independent."""
-    belief, total = example(Factorized), 0.0
-    moments = np.ravel(belief.mean), np.ravel(belief.variance), *prior_moments(PRIOR, (IN, OUT))
-    for mean, variance, *p in zip(*moments, strict=True):
-        q, p = scipy.stats.norm(mean, variance**0.5), scipy.stats.norm(p[0], p[1] ** 0.5)
-        # Beyond 12 standard deviations the mass is below 1e-32.
-        total += q.expect(
-            lambda x, q=q, p=p: q.logpdf(x) - p.logpdf(x),
-            lb=mean - 12 * variance**0.5, ub=mean + 12 * variance**0.5, epsabs=1e-13,
-        )  # fmt: skip
-    np.testing.assert_allclose(kl(belief, PRIOR), total, **TOL)
-
-
 def test_equation_12():
     belief = example(OutputShared)
     pairs = zip(np.asarray(belief.mean).T, np.asarray(belief.variance), strict=True)

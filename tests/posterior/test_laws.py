@@ -161,17 +161,6 @@ def test_sample_moments(belief):
     assert np.all(np.abs(sampled - cov) <= 5 * cov_error + rounding)
 
 
-def test_draws_of_a_singular_belief_stay_in_its_range():
-    belief = example(FullNormal, rank=2)
-    values, vectors = np.linalg.eigh(dense_cov(belief))
-    null = vectors[:, values < 1e-10]
-    deviation = np.ravel(compiled_methods(belief)["sample"]) - np.ravel(belief.mean)
-    # The root of a variance that is zero up to rounding.
-    rounding = np.sqrt(100 * np.finfo(np.float64).eps * np.max(values))
-    assert null.shape[1] == IN * OUT - 2
-    assert np.all(np.abs(null.T @ deviation) <= rounding)
-
-
 # -- draws of a whole tree of beliefs -----------------------------------------------------------------
 
 draw_tree = jax.jit(sample_params)

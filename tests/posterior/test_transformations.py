@@ -88,11 +88,5 @@ def test_anything_may_be_in_the_leaves(family):
     axes, stacked = family(*[0] * len(names)), stack([belief] * 2)
     draw = jax.vmap(lambda belief: belief.sample(KEY), in_axes=(axes,))
     assert jax.eval_shape(draw, stacked).shape == (2, IN, OUT)
-    for axis in (0, 1, -1):
-        scaled = jax.vmap(lambda k: jax.tree.map(lambda leaf: k * leaf, belief), out_axes=axis)
-        assert jax.eval_shape(scaled, jnp.ones((4,))).mean.shape[axis] == 4
     hessian = jax.eval_shape(jax.hessian(lambda b: b.kl(PRIOR)), belief)  # more axes
     assert hessian.mean.mean.shape == (IN, OUT, IN, OUT)
-    for jacobian in (jax.jacrev, jax.jacfwd):
-        result = jax.eval_shape(jacobian(lambda b: b.marginal_variance()), belief)
-        assert result.mean.shape == (IN, OUT, IN, OUT)

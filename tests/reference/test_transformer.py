@@ -19,16 +19,8 @@ from moment_jax.layers import (
     relu,
 )
 from moment_jax.posterior import FullNormal, KroneckerEigen, OutputShared, Point
-from tests.builders import KERNEL_FAMILIES, random_block, random_kernel
-from tests.reference.examples import (
-    FEATURES,
-    HIDDEN,
-    TOKENS,
-    assert_same,
-    attention_of,
-    moments_of,
-    name,
-)
+from tests.builders import random_block
+from tests.reference.examples import FEATURES, HIDDEN, TOKENS, assert_same, attention_of, moments_of
 
 
 def compiled(transform, **options):
@@ -38,17 +30,6 @@ def compiled(transform, **options):
 def certain_input(seed):
     mean, cov = moments_of(seed)
     return mean, jnp.zeros_like(cov)
-
-
-@pytest.mark.parametrize("family", KERNEL_FAMILIES, ids=name)
-def test_dense_moments_are_what_kernels_add(family):
-    belief = random_kernel(jax.random.key(10), family, (FEATURES, 2))
-    moment = jax.random.normal(jax.random.key(11), (FEATURES, FEATURES))
-    cov = reference.dense_moments(belief).cov
-    np.testing.assert_allclose(
-        belief.noise_block(moment), jnp.einsum("ij,iojp->op", moment, cov), rtol=1e-10, atol=1e-12
-    )
-    np.testing.assert_allclose(belief.marginal_variance(), jnp.einsum("ioio->io", cov))
 
 
 def test_dense_moments_of_another_kind():
@@ -89,13 +70,6 @@ def test_heads_of_correlated_kernels_are_not_independent():
         np.testing.assert_allclose(got[same], printed[same], rtol=1e-10, atol=1e-12)
     assert np.all(printed[:, 0, :, :, 1, :] == 0)
     assert np.max(np.abs(got[:, 0, :, :, 1, :])) > 1e-3
-
-
-def test_feed_forward():
-    mean, cov = moments_of(15)
-    params = random_block(jax.random.key(15), FEATURES, HIDDEN, 0.3, FullNormal).feed_forward
-    got = compiled(feed_forward, activation="relu")(mean, Full(cov), params)
-    assert_same(got, reference.feed_forward(mean, cov, params))
 
 
 def test_block_with_independent_residuals():
