@@ -72,11 +72,6 @@ class _Rows(NamedTuple):
         by_query = self.query * (((self.slope * weights) @ self.key) @ self.key.T)
         return self.own * weights + self.slope * by_query
 
-    def times(self, factor: Array) -> "_Rows":
-        """Of the scores times (T, S) factors."""
-        slope = factor if self.slope is None else factor * self.slope
-        return self._replace(own=factor**2 * self.own, slope=slope)
-
 
 def attention(
     mean: Array, cov: Diagonal, memory: tuple[Array, Diagonal] | None, params: AttentionParams,
@@ -134,14 +129,10 @@ def _head(head: Any, order: int, cap: Formula | None) -> tuple[Array, Array, Arr
     scores = materialized(scores / width**0.5)
     own = (q**2 + q_variance) @ k_variance.T / width
     rows = _Rows(own, jnp.mean(q_variance, axis=1, keepdims=True) / width, k)
-    rows = rows if scale is None else rows.times(scale)
+    scores, slope = rules.shaped(scores, rows.variance, scale, bias, cap)
+    if slope is not None:
+        rows = rows._replace(own=slope**2 * own, slope=slope)
     rows = rows if noise is None else rows._replace(own=rows.own + noise)
-    scores = rules.scaled(scores, scale, bias)
-    if cap is not None:
-        capped = cap(scores, rows.variance())
-        scores, rows = capped.mean, rows.times(capped.gain)
-        rest = nonnegative(capped.variance - rows.variance())
-        rows = rows._replace(own=rows.own + rest)
     own = rows.variance()
     plain = order == 1
     weights = masked_softmax(scores, mask) if plain else quick_expected_softmax(scores, rows, mask)

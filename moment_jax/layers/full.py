@@ -140,25 +140,20 @@ def _scores(
     q: Array, k: Array, R: Array, QK: Array | None, attending: Attending
 ) -> tuple[Array, Array, Array]:
     """Mean and covariance of the scores, and their slope by q k^T, whose covariance is R."""
-    _, _, order, _, scale, bias, noise, cap = attending
-    slope = jnp.full((1, 1, 1), q.shape[2] ** -0.5, q.dtype)
-    slope = slope if scale is None else slope * scale
+    root = jnp.full((1, 1, 1), q.shape[2] ** -0.5, q.dtype)
     S = jnp.einsum("had,hcd->hac", q, k)
-    if order == 2 and QK is not None:
+    if attending.order == 2 and QK is not None:
         S = S + jnp.einsum("hadhcd->hac", QK)
-    S, R = materialized(slope * S), _both_times(slope, R)
-    S = S if bias is None else S + bias
-    for each in noise:
+    S, slope = rules.shaped(
+        materialized(root * S), lambda: root**2 * nonnegative(jnp.einsum("hachac->hac", R)),
+        attending.scale, attending.bias, attending.cap,
+    )  # fmt: skip
+    slope = root if slope is None else slope * root
+    R = _both_times(slope, R)
+    for each in attending.noise:
         same = each.places[..., None, None, None] == each.places[None, None, None]
-        factor = jnp.broadcast_to(each.factor, S.shape)
-        R = R + _both_times(
-            factor, jnp.where(same, each.variance[each.places][..., None, None, None], 0)
-        )
-    if cap is not None:
-        flat = Full.unchecked(R.reshape(2 * (S.shape[0] * S.shape[1], S.shape[2])))
-        f = cap(S, flat.variance().reshape(S.shape))
-        R = flat.elementwise(jax.tree.map(lambda x: x.reshape(flat.shape), f)).cov.reshape(R.shape)
-        S, slope = f.mean, f.gain * slope
+        shared = jnp.where(same, each.variance[each.places][..., None, None, None], 0)
+        R = R + _both_times(jnp.broadcast_to(each.factor, S.shape), shared)
     return S, R, slope
 
 

@@ -192,7 +192,7 @@ def attention_with_carry(
         source_cov.check_mask(name, mask)
         mask = jnp.broadcast_to(mask, whole)
     scale, bias = _of_scores(name, "scale", scale, whole), _of_scores(name, "bias", bias, whole)
-    if bias is not None and cap is None:  # a key of -inf is masked: its derivative would be NaN
+    if bias is not None:  # a key of -inf is masked: its derivative would be NaN
         keep = bias > -jnp.inf
         mask, bias = keep if mask is None else mask & keep, jnp.where(keep, bias, 0)
         mask = jnp.broadcast_to(mask, whole)

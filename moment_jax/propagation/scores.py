@@ -20,7 +20,6 @@ from jax import Array
 
 from moment_jax.expectations import ElementwiseMoments
 from moment_jax.expectations.activations import Formula
-from moment_jax.expectations.recognition import Pieces
 from moment_jax.layers.rules import ScoreNoise
 from moment_jax.posterior import Point
 from moment_jax.propagation import arrays, regions
@@ -448,7 +447,7 @@ def _cap(walk: Walk) -> tuple[Walk, Formula] | str:
     if found is None or not _products(found.source, through_exp=False):
         return f"`{walk.node.op}` between its scores and its weights"
     name, transform, _ = recognised(found, walk.node)
-    if name == "steps" or isinstance(transform, Pieces):
+    if name in ("steps", "linear"):
         return f"`{walk.node.op}`, by which its scores jump, before its weights"
     if walk.shifts or any(f.random or f.of.size > 1 for f in walk.factors):
         return f"`{walk.node.op}` of its scores, shifted or scaled by more than one number"
