@@ -5,7 +5,7 @@ Its softmax is linearised by its Jacobian. Memory: H^2 T^2 S^2 numbers for the s
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,12 @@ from moment_jax.covariance import Full
 from moment_jax.covariance.base import Cross
 from moment_jax.covariance.numerics import nonnegative
 from moment_jax.expectations import expected_softmax, masked_softmax
+from moment_jax.expectations.softmax_mean import Rows
 from moment_jax.layers import rules
 from moment_jax.layers.dense import dense
 from moment_jax.layers.params import AttentionParams
 from moment_jax.layers.rules import Attending, Carry
-from moment_jax.xla import materialized
+from moment_jax.xla import diagonal_of, materialized
 
 
 def norm(
@@ -77,7 +78,13 @@ def attention(
     VV, KV = joint(2, 2), joint(1, 2)
     QK, QV = (joint(0, 1), joint(0, 2)) if own else (None, None)
     S, R, slope = _scores(q, k, _score_cov(q, k, joint(0, 0), joint(1, 1), QK), QK, attending)
-    W = materialized(_weights(S, R, mask, order))
+    if order == 1:
+        W = masked_softmax(S, mask)
+    else:
+        rows = jnp.einsum("hachaf->hacf", R)
+        half = 0.5 * diagonal_of(rows)  # softmax sees contrasts alone
+        W = expected_softmax(S, Rows(rows - half[..., :, None] - half[..., None, :]), mask)
+    W = materialized(W)
     a = W @ v
 
     X = jnp.einsum("had,hcdgfe->hacgfe", q, KV)
@@ -155,30 +162,6 @@ def _scores(
         shared = jnp.where(same, each.variance[each.places][..., None, None, None], 0)
         R = R + _both_times(jnp.broadcast_to(each.factor, S.shape), shared)
     return S, R, slope
-
-
-def _weights(S: Array, R: Array, mask: Array | None, order: int) -> Array:
-    """E[softmax], or softmax(E[S]) with order 1."""
-    if order == 1:
-        return masked_softmax(S, mask)
-    rows = jnp.einsum("hachaf->hacf", R)
-    half = 0.5 * jnp.einsum("hacc->hac", rows)
-    return expected_softmax(S, _Contrasts(rows - half[..., :, None] - half[..., None, :]), mask)
-
-
-class _Contrasts(NamedTuple):
-    """Covariance of each row's contrasts."""
-
-    cov: Array  # (H, T, S, S)
-
-    def variance(self) -> Array:
-        return jnp.zeros((), self.cov.dtype)
-
-    def matvec(self, vectors: Array) -> Array:
-        return jnp.einsum("hacf,haf->hac", self.cov, vectors)
-
-    def square_matvec(self, vectors: Array, unit: Array) -> Array:
-        return jnp.einsum("hacf,haf->hac", (self.cov / unit[..., None]) ** 2, vectors)
 
 
 def _split_both(cov: Array, num_heads: int, turn: Array | None, other: Array | None) -> Array:

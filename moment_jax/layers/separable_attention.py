@@ -87,25 +87,7 @@ class _Head(NamedTuple):
     mask: Array | None
     scale: Array | None  # of the scores, (T, S); each axis may be 1
     bias: Array | None
-    random: tuple[_Noise, ...]  # parts of the bias
-
-
-class _Noise(NamedTuple):
-    """A `ScoreNoise` of one head."""
-
-    variance: Array  # (N,)
-    places: Array  # (T, S)
-    factor: Array  # (T, S); each axis may be 1
-
-    def sums(self, terms: Array) -> Array:
-        """Terms (T, S, ...) summed for each entry, (T, N, ...)."""
-        num = len(self.variance)
-        return jax.vmap(lambda x, at: jax.ops.segment_sum(x, at, num))(terms, self.places)
-
-    def matvec(self, vectors: Array) -> Array:
-        """Covariance of each row of scores times a vector, (T, S)."""
-        sums = self.variance[None, :] * self.sums(self.factor * vectors)
-        return self.factor * jnp.take_along_axis(sums, self.places, axis=1)
+    random: tuple[ScoreNoise, ...]  # parts of the bias
 
 
 class _Output(NamedTuple):
@@ -229,13 +211,13 @@ def _heads(
     return _Head(query, key, value, differences, metric, drawn, linked, mask, scale, bias, random)
 
 
-def _by_head(noise: ScoreNoise) -> _Noise:
-    """All heads', each with its own entries: those that heads share become independent."""
+def _by_head(noise: ScoreNoise) -> ScoreNoise:
+    """With variances (H, N), and places in each head's own: entries that heads share are independent."""
     own = [np.unique(places, return_inverse=True) for places in np.asarray(noise.places)]
     count = max(len(entries) for entries, _ in own)
     entries = [np.pad(each, (0, count - len(each)), mode="edge") for each, _ in own]
     places = np.stack([place for _, place in own]).reshape(noise.places.shape)
-    return _Noise(noise.variance[np.stack(entries)], jnp.asarray(places), noise.factor)
+    return ScoreNoise(noise.variance[np.stack(entries)], jnp.asarray(places), noise.factor)
 
 
 def _projection(
@@ -304,12 +286,14 @@ def _one_head(head: _Head, sequence: _Sequence, order: int, cap: Formula | None)
         z = z if z.shape[1] == 1 else jnp.sum(masked_softmax(S, head.mask) * z, 1, keepdims=True)
         A = z * A * z.T
     B, count = tg.factored(keys), tg.count_of(A)
-    exact = order == 1
-    W = (
-        masked_softmax(S, head.mask)
-        if exact
-        else _expected_softmax(S, A, keys, B, head.random, head.mask)
-    )
+    own, mask = tg.diagonal_of(A)[:, None], head.mask
+    if order == 1:
+        W = masked_softmax(S, mask)
+    elif head.random or isinstance(keys, tg.TokenGram):  # two products, none with squares
+        rows = _Rows(own, tg.diagonal_of(keys)[None, :], B, head.random)
+        W = quick_expected_softmax(S, rows, mask)
+    else:
+        W = expected_softmax(S, _Rows(own, jnp.zeros_like(own[:1]), keys), mask)
     W = materialized(W)
     w = weighted_sum(p, W)
     centre = _average(w, value.mean)[None]  # nothing large cancels below
@@ -328,7 +312,7 @@ def _one_head(head: _Head, sequence: _Sequence, order: int, cap: Formula | None)
     G = A * tg.contract(W, B_ * V, 2 * X, aa * WBW, p > 0)
     by_bias = []
     for each in head.random:
-        U = each.sums((W * each.factor)[:, :, None] * (v[None] - a[:, None]))
+        U = _sums(each, (W * each.factor)[:, :, None] * (v[None] - a[:, None]))
         U = safe_sqrt(each.variance)[None, :, None] * U
         by_bias.append(U)
         G = G + tg.product((U @ M).reshape(len(a), -1), U.reshape(len(a), -1), count)
@@ -398,36 +382,33 @@ def _scores(head: _Head, sequence: _Sequence) -> tuple[tg.Tokens, tg.Tokens]:
     return tg.divide(A, size * width), tg.seen_only(B, sequence.seen)
 
 
+def _sums(noise: ScoreNoise, terms: Array) -> Array:
+    """Terms (T, S, ...) of scores summed for each entry of a random bias, (T, N, ...)."""
+    num = len(noise.variance)
+    return jax.vmap(lambda x, at: jax.ops.segment_sum(x, at, num))(terms, noise.places)
+
+
 class _Rows(NamedTuple):
     """Covariance of each query's scores, A_aa B and that of random biases: a `ScoreCovariance`."""
 
     own: Array  # diag(A), (T, 1)
-    spread: Array  # diag(B), or zero
+    spread: Array  # diag(B), (1, S), or zero
     keys: Any  # B, (S, S), in the form in which it multiplies
-    noise: tuple[_Noise, ...] = ()
+    noise: tuple[ScoreNoise, ...] = ()
 
     def variance(self) -> Array:
-        variance = self.spread if self.spread.ndim == 0 else self.own * self.spread[None, :]
-        each = (x.factor**2 * x.variance[x.places] for x in self.noise)
-        return sum(each, start=variance)
+        each = (x.score_variance() for x in self.noise)
+        return sum(each, start=self.own * self.spread)
 
     def matvec(self, vectors: Array) -> Array:
-        by_keys = self.own * (vectors @ self.keys)
-        return sum((each.matvec(vectors) for each in self.noise), start=by_keys)
+        result = self.own * (vectors @ self.keys)
+        for each in self.noise:
+            sums = each.variance[None, :] * _sums(each, each.factor * vectors)
+            result = result + each.factor * jnp.take_along_axis(sums, each.places, axis=1)
+        return result
 
     def square_matvec(self, vectors: Array, unit: Array) -> Array:
         return (self.own / unit) ** 2 * (vectors @ self.keys**2)
-
-
-def _expected_softmax(
-    S: Array, A: tg.Tokens, keys: tg.Tokens, B: Array | tg.Factored,
-    noise: tuple[_Noise, ...], mask: Array | None,
-) -> Array:  # fmt: skip
-    """E[softmax]; with B at landmarks or a random bias, with two products and none with squares."""
-    own = tg.diagonal_of(A)[:, None]
-    if noise or isinstance(keys, tg.TokenGram):
-        return quick_expected_softmax(S, _Rows(own, tg.diagonal_of(keys), B, noise), mask)
-    return expected_softmax(S, _Rows(own, jnp.zeros((), own.dtype), keys), mask)
 
 
 def _shared(head: _Head, sequence: _Sequence, W: Array, gain: Array) -> Array:

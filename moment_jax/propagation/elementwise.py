@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from moment_jax.expectations import recognition
-from moment_jax.expectations.activations import Formula
 from moment_jax.expectations.quadrature import at
 from moment_jax.layers.params import DenseParams, FeedForwardParams
 from moment_jax.layers.rules import rules_of
@@ -49,7 +48,7 @@ def _univariate(propagator: Propagator, node: Node) -> Moments | None:
     return x.made(compute, node.shape)
 
 
-def recognised(found: Univariate, node: Node) -> tuple[str, Formula, str]:
+def recognised(found: Univariate, node: Node) -> tuple[str, Any, str]:
     """The name of the function by which `node` is made, its transform, and what this assumes.
 
     The transform of a linear function is its only piece, `Pieces`.

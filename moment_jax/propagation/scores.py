@@ -20,6 +20,7 @@ from jax import Array
 
 from moment_jax.expectations import ElementwiseMoments
 from moment_jax.expectations.activations import Formula
+from moment_jax.expectations.quadrature import at
 from moment_jax.layers.rules import ScoreNoise
 from moment_jax.posterior import Point
 from moment_jax.propagation import arrays, regions
@@ -253,7 +254,8 @@ def _read(propagator: Propagator, weights: Node) -> Scores | tuple[Node, str]:
             return walk.node, found
         below, cap = found
         below.down()
-        if below.shifts or below.choices or not _is_product(below.node):
+        fits = not (below.shifts or below.choices or any(f.random for f in below.factors))
+        if not fits or not _is_product(below.node):
             return below.node, f"`{below.node.op}` below the cap of its scores"
     if any(f.random for choice in walk.choices for shift in choice.other for f in shift):
         return weights, "a random number in the place of a score"
@@ -449,15 +451,16 @@ def _cap(walk: Walk) -> tuple[Walk, Formula] | str:
     name, transform, _ = recognised(found, walk.node)
     if name in ("steps", "linear"):
         return f"`{walk.node.op}`, by which its scores jump, before its weights"
-    if walk.shifts or any(f.random or f.of.size > 1 for f in walk.factors):
-        return f"`{walk.node.op}` of its scores, shifted or scaled by more than one number"
-    factor = math.prod(f.number for f in walk.factors)
+    if any(f.random or f.of.size > 1 for f in walk.factors):
+        return f"`{walk.node.op}` of its scores, scaled by more than one number"
+    factor, at_zero = math.prod(f.number for f in walk.factors), float(at(found.fn, np.zeros(1))[0])
+    if at_zero:  # beside other numbers it counts
+        walk.shifts.append((*walk.factors, walk.certain(np.float32(at_zero))))
 
     def scaled(mean: Array, variance: Array) -> ElementwiseMoments:
         of = transform(mean, variance)
-        return ElementwiseMoments(
-            factor * of.mean, factor**2 * of.variance, factor * of.gain, factor * of.second
-        )
+        out, by_slope = factor * (of.mean - at_zero), factor * of.gain
+        return ElementwiseMoments(out, factor**2 * of.variance, by_slope, factor * of.second)
 
     return Walk(walk.propagator, found.source, walk.places), scaled
 
