@@ -287,13 +287,14 @@ def _one_head(head: _Head, sequence: _Sequence, order: int, cap: Formula | None)
         A = z * A * z.T
     B, count = tg.factored(keys), tg.count_of(A)
     own, mask = tg.diagonal_of(A)[:, None], head.mask
+    alone = (sum(each.score_variance() for each in head.random),) if head.random else ()
     if order == 1:
         W = masked_softmax(S, mask)
-    elif head.random or isinstance(keys, tg.TokenGram):  # two products, none with squares
-        rows = _Rows(own, tg.diagonal_of(keys)[None, :], B, head.random)
+    elif isinstance(keys, tg.TokenGram):  # two products, none with squares
+        rows = _Rows(own, own * tg.diagonal_of(keys)[None, :], B, alone)
         W = quick_expected_softmax(S, rows, mask)
     else:
-        W = expected_softmax(S, _Rows(own, jnp.zeros_like(own[:1]), keys), mask)
+        W = expected_softmax(S, _Rows(own, jnp.zeros((), p.dtype), keys, alone), mask)
     W = materialized(W)
     w = weighted_sum(p, W)
     centre = _average(w, value.mean)[None]  # nothing large cancels below
@@ -312,8 +313,9 @@ def _one_head(head: _Head, sequence: _Sequence, order: int, cap: Formula | None)
     G = A * tg.contract(W, B_ * V, 2 * X, aa * WBW, p > 0)
     by_bias = []
     for each in head.random:
-        U = _sums(each, (W * each.factor)[:, :, None] * (v[None] - a[:, None]))
-        U = safe_sqrt(each.variance)[None, :, None] * U
+        moved = (W * each.factor)[:, :, None] * (v[None] - a[:, None])
+        at = partial(jax.ops.segment_sum, num_segments=len(each.variance))
+        U = safe_sqrt(each.variance)[None, :, None] * jax.vmap(at)(moved, each.places)
         by_bias.append(U)
         G = G + tg.product((U @ M).reshape(len(a), -1), U.reshape(len(a), -1), count)
     g = jnp.ones_like(p)
@@ -382,33 +384,23 @@ def _scores(head: _Head, sequence: _Sequence) -> tuple[tg.Tokens, tg.Tokens]:
     return tg.divide(A, size * width), tg.seen_only(B, sequence.seen)
 
 
-def _sums(noise: ScoreNoise, terms: Array) -> Array:
-    """Terms (T, S, ...) of scores summed for each entry of a random bias, (T, N, ...)."""
-    num = len(noise.variance)
-    return jax.vmap(lambda x, at: jax.ops.segment_sum(x, at, num))(terms, noise.places)
-
-
 class _Rows(NamedTuple):
     """Covariance of each query's scores, A_aa B and that of random biases: a `ScoreCovariance`."""
 
     own: Array  # diag(A), (T, 1)
-    spread: Array  # diag(B), (1, S), or zero
+    spread: Array  # A_aa diag(B), (T, S), or zero
     keys: Any  # B, (S, S), in the form in which it multiplies
-    noise: tuple[ScoreNoise, ...] = ()
+    alone: tuple[Array, ...]  # variance by random biases, (T, S), read as independent; or nothing
 
     def variance(self) -> Array:
-        each = (x.score_variance() for x in self.noise)
-        return sum(each, start=self.own * self.spread)
+        return sum(self.alone, start=self.spread)
 
     def matvec(self, vectors: Array) -> Array:
-        result = self.own * (vectors @ self.keys)
-        for each in self.noise:
-            sums = each.variance[None, :] * _sums(each, each.factor * vectors)
-            result = result + each.factor * jnp.take_along_axis(sums, each.places, axis=1)
-        return result
+        return sum((x * vectors for x in self.alone), start=self.own * (vectors @ self.keys))
 
     def square_matvec(self, vectors: Array, unit: Array) -> Array:
-        return (self.own / unit) ** 2 * (vectors @ self.keys**2)
+        by_keys = (self.own / unit) ** 2 * (vectors @ self.keys**2)
+        return sum(((x / unit) ** 2 * vectors for x in self.alone), start=by_keys)
 
 
 def _shared(head: _Head, sequence: _Sequence, W: Array, gain: Array) -> Array:
