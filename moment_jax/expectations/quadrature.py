@@ -1,6 +1,5 @@
 """Moments of any smooth scalar function of a Gaussian, by Gauss-Hermite quadrature."""
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from moment_jax.covariance.numerics import nonnegative
 from moment_jax.expectations.activations import ElementwiseMoments, Pair, evaluated
+from moment_jax.xla import inlined
 
 ScalarFunction = Callable[[Array], Array]
 # (point x, constant) -> any pytree of scalars.
@@ -80,12 +81,11 @@ def expected(fn: ScalarFunction, mean: Array, variance: Array, *, num_nodes: int
     return _mean_derivatives(lambda x, _: fn(x), 0, num_nodes, mean, variance, constant)[0]
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _moments(
     fn: ScalarFunction, num_nodes: int, mean: Array, variance: Array
 ) -> ElementwiseMoments:
-    variance = jnp.maximum(variance, 0.0)
-    pivot = _over_array(fn, mean.ndim)(mean)
+    variance = nonnegative(variance)
+    pivot = jax.lax.stop_gradient(_over_array(fn, mean.ndim)(mean))
     at = num_nodes, mean, variance, pivot
     offset, gain, curvature = _mean_derivatives(lambda x, c: fn(x) - c, 2, *at)
     first, second = jnp.sqrt(variance) * gain, 0.5**0.5 * variance * curvature
@@ -96,31 +96,23 @@ def _moments(
 
     rest = _weighted_sum(rest_squared, num_nodes, mean, variance)
     rest = jnp.where(variance > 0.0, rest, 0.0)  # exactly 0 at zero variance
-    return ElementwiseMoments(pivot + offset, first**2 + second**2 + rest, gain, second)
+    # Its derivative is that of E[(f - c)^2] - E[f - c]^2, which has one at zero variance too. A constant
+    # c near E[f] avoids cancellation.
+    (square,) = _mean_derivatives(lambda x, c: (fn(x) - c) ** 2, 0, *at)
+    spread = _differentiated_as(first**2 + second**2 + rest, square - offset**2)
+    return ElementwiseMoments(pivot + offset, spread, gain, second)
 
 
-@_moments.defjvp
-def _moments_jvp(
-    fn: ScalarFunction, num_nodes: int, primals: Pair, tangents: Pair
-) -> tuple[ElementwiseMoments, ElementwiseMoments]:
-    mean, variance = primals[0], jnp.maximum(primals[1], 0.0)
-    d_mean, d_variance = tangents
-    out = _moments(fn, num_nodes, *primals)
+@jax.custom_jvp
+def _differentiated_as(value: Array, other: Array) -> Array:
+    """A value with the derivative of another formula for it."""
+    del other
+    return value
 
-    def integrand(x: Array, c: Array) -> tuple[Array, Array]:
-        return fn(x) - c, (fn(x) - c) ** 2
 
-    # Var[f] = E[(f - c)^2] - E[f - c]^2 for any constant c; one near E[f] avoids cancellation.
-    pivot = jax.lax.stop_gradient(_over_array(fn, mean.ndim)(mean))
-    derivatives = _mean_derivatives(integrand, 4, num_nodes, mean, variance, pivot)
-    (f0, f1, f2, f3, f4), (_, q1, q2, _, _) = zip(*derivatives, strict=True)
-    half_root = 0.5**0.5
-    return out, ElementwiseMoments(
-        mean=f1 * d_mean + 0.5 * f2 * d_variance,
-        variance=(q1 - 2.0 * f0 * f1) * d_mean + (0.5 * q2 - f0 * f2) * d_variance,
-        gain=f2 * d_mean + 0.5 * f3 * d_variance,
-        second=half_root * (variance * f3 * d_mean + (f2 + 0.5 * variance * f4) * d_variance),
-    )
+@_differentiated_as.defjvp
+def _differentiated_as_jvp(primals: Pair, tangents: Pair) -> Pair:
+    return primals[0], tangents[1]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
@@ -182,49 +174,45 @@ def _rule(num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
     return points, weights / weights.sum()
 
 
+def at(fn: Callable[[Array], Any], x: np.ndarray) -> Any:
+    """Values at an array of numbers, computed immediately."""
+    with jax.ensure_compile_time_eval():
+        padded = np.resize(x, -(-x.size // 256) * 256)  # compiled once for each shape
+        found = jax.vmap(fn)(jnp.asarray(padded))
+        return jax.tree.map(
+            lambda y: np.asarray(y)[: x.size].reshape(*x.shape, *y.shape[1:]), found
+        )
+
+
 def resolving(
     fn: ScalarFunction, dtype: jnp.dtype, *, bends: bool = False
 ) -> tuple[int | None, float]:
     """How many nodes `elementwise` needs for noise of sd up to 2, and up to which sd they suffice.
 
-    The least of 16, 64 and 512, by comparison with 1024 nodes at means from -8 to 8: a bend or an
+    The least of 16, 64 and 512, by comparison with 1025 nodes at means from -8 to 8: a bend or an
     oscillation narrower than the noise falls between a few. None if fn is not finite everywhere.
     """
-    jitter = np.random.default_rng(0).uniform(-4e-4, 4e-4, 2**15)  # so that they have no period
-    x, whole = np.linspace(-16, 16, 2**15) + jitter, np.arange(-16.0, 17.0)
-    with jax.ensure_compile_time_eval():
-        y = np.asarray(jax.vmap(fn)(jnp.asarray(np.concatenate([x, whole]), dtype)), float)
-    if not np.isfinite(y).all():
+    counts, sds = (16, 64, 512, 1025), np.array([0.05, 0.1, 0.2, 0.5, 1.0, 2.0])
+    points, weights = map(np.concatenate, zip(*map(_rule, counts), strict=True))
+    x = np.linspace(-8, 8, 97)[:, None, None] + sds[:, None] * points
+    values, slopes = at(inlined(jax.value_and_grad(fn)), np.clip(x, -16, 16).astype(dtype))
+    if not np.isfinite(values).all():
         return None, np.inf
-    y = y[: len(x)]
-    slope = np.diff(y) / np.diff(x)
-    inside = np.flatnonzero(np.abs(x) < 8)
-    bent = np.abs(np.diff(slope))[inside - 1]
-    sharp = [i[bent[i - inside[0]].argmax()] for i in np.array_split(inside, 32)]
-    means = x[[*sharp, *inside[:: len(inside) // 32]]]
-
-    def moments(num_nodes: int, sd: float) -> tuple[np.ndarray, ...]:
-        """Mean and sd, as `elementwise` has them but for its second Hermite term."""
-        points, weights = _rule(num_nodes)
-        at = means[:, None] + sd * points
-        values = np.interp(at, x, y)
-        mean = values @ weights
-        values = values - mean[:, None]
-        by_slope = sd**2 < _NARROW and not bends
-        linear = (np.interp(at, x[1:], slope) * sd if by_slope else values * points) @ weights
-        return mean, np.sqrt(linear**2 + (values - linear[:, None] * points) ** 2 @ weights)
-
-    def suffices(num_nodes: int, sd: float) -> bool:
-        found, right = (np.stack(moments(n, sd)) for n in (num_nodes, 1024))
-        size = np.maximum(right[1], 0.1 * right[1].max())
-        return bool((np.abs(found - right) <= 0.1 * size + 1e-6 * np.abs(y).max()).all())
-
-    sds = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-    for num_nodes in (16, 64, 512):
-        good = list(itertools.takewhile(partial(suffices, num_nodes), sds))
-        if len(good) == len(sds):
-            break
-    return num_nodes, max(good, default=0.0)
+    by_slope = (sds**2 < _NARROW) & (not bends)
+    found = []
+    for part in np.split(np.arange(len(points)), np.cumsum(counts)[:-1]):
+        z, w, y = points[part], weights[part], values[..., part].astype(float)
+        mean = y @ w
+        y = y - mean[..., None]
+        linear = np.where(by_slope, (slopes[..., part] @ w) * sds, (y * z) @ w)
+        sd = np.sqrt(linear**2 + (y - linear[..., None] * z) ** 2 @ w)
+        found.append(np.stack([mean, sd]))  # as `elementwise` but for its second Hermite term
+    right = found.pop()
+    size = np.maximum(right[1], 0.1 * right[1].max(0))
+    least = 0.1 * size + 1e-6 * np.abs(values).max()
+    good = (np.abs(np.stack(found) - right) <= least).all((1, 2))  # of each count and sd
+    best = int(good.all(1).argmax()) if good.all(1).any() else len(good) - 1
+    return counts[best], float(sds[good[best].cumprod(dtype=bool)].max(initial=0))
 
 
 def _weighted_sum(

@@ -1,6 +1,5 @@
 """What a function of a scalar is: its closed form, its linear pieces, or how to integrate it."""
 
-from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from moment_jax.expectations.activations import (
     piecewise_linear,
     rectified,
 )
-from moment_jax.expectations.quadrature import ScalarFunction, elementwise, resolving
+from moment_jax.expectations.quadrature import ScalarFunction, at, elementwise, resolving
 from moment_jax.xla import inlined
 
 # Closed forms by name, and the functions of a scalar by which they are recognised.
@@ -53,21 +52,19 @@ class Pieces(NamedTuple):
 
 
 class _Read:
-    """A function of a scalar, read as JAX writes it, and computed without half precision.
+    """A function of a scalar, read as JAX writes it. Those written alike are equal.
 
-    Those written alike are equal. `fn` is the function. `sides` tells on which side of each of its
-    comparisons, steps and bends a number lies, (N,), and `bends` whether there are any. `rounded` is
-    whether it is written in half precision. `curved` are those of its `operations` that are not
-    piecewise linear. Its `degree` is 0 if it is piecewise constant, 1 if piecewise linear, else 2.
+    `fn` is the function, without half precision and with all of its derivatives. `sides` tells on which
+    side of each of its comparisons, steps and bends a number lies, (N,), and `bends` whether there are
+    any. Its `operations` prove a function of `degree` 0 piecewise constant, and of 1 piecewise linear.
     """
 
     def __init__(self, fn: ScalarFunction, dtype: Any) -> None:
         number = jax.ShapeDtypeStruct((), dtype)
         self.traced = jax.make_jaxpr(fn)(number)
         self.text = f"{self.traced} {[np.asarray(x).tolist() for x in self.traced.consts]}"
-        self.rounded, self.dtype, self.eps = "f16[" in self.text, dtype, float(jnp.finfo(dtype).eps)
+        self.dtype, self.eps = dtype, float(jnp.finfo(dtype).eps)
         self.operations: set[str] = set()
-        self.curved: set[str] = set()
         self.fn, self.sides = (inlined(lambda x, i=i: self._values(x)[i]) for i in (0, 1))
         jax.eval_shape(self.fn, number)
 
@@ -114,10 +111,9 @@ class _Read:
         outs = list(out) if eqn.primitive.multiple_results else [out]
         if not any(degrees):
             return [(x, 0) for x in outs]
-        name = "floor" if name in _SAME and not real else name  # to integers
         self.operations.add(name)
         degree, new = 2, []
-        if name in _STEPS:
+        if name in _STEPS or not real:
             degree, new = 0, outs
         elif name in _LINEAR:
             degree = max(degrees)
@@ -125,17 +121,8 @@ class _Read:
             new += [jnp.trunc(values[0] / values[1])] if name == "rem" else []
         elif name == "mul" or (name == "div" and not degrees[1]):
             degree = min(sum(degrees), 2)
-        else:
-            self.curved.add("erf" if name == "erfc" else name)
         sides += [x.astype(dtype).ravel() for x in new]
         return [(x, degree) for x in outs]
-
-
-def at(fn: Callable[[Array], Any], x: np.ndarray) -> Any:
-    """Values at numbers of one of a function's parts, computed immediately."""
-    with jax.ensure_compile_time_eval():
-        padded = np.resize(x, -(-len(x) // 256) * 256)  # compiled once for each shape
-        return jax.tree.map(lambda y: np.asarray(y)[: len(x)], jax.vmap(fn)(jnp.asarray(padded)))
 
 
 def _breaks(found: _Read) -> np.ndarray | None:
@@ -201,33 +188,19 @@ def _jumps(found: _Read, places: np.ndarray | None) -> bool:
     return bool((np.abs(c - b) > least + 2 * (np.abs(b - a) + np.abs(d - c))).any())
 
 
-def _closed_form(found: _Read, places: np.ndarray) -> str | None:
-    """The name of the function with the same curved operations and the same values on each piece."""
-    x = np.concatenate([np.linspace(0, 6, 25), np.geomspace(8, 1e4, 12)])
-    beside = (places + np.outer([-1, -0.1, 0.1, 1], _beside(places))).ravel()
-    x = np.concatenate([-x, x, beside])
-    atol = 2e-4 if found.rounded else 32 * found.eps  # half precision rounds its constants
-    for name, (_, fn) in CLOSED_FORMS.items():
-        other = _Read(fn, found.dtype)
-        alike = other.curved and other.curved == found.curved
-        if alike and np.allclose(at(found.fn, x), at(other.fn, x), rtol=1e-5, atol=atol):
-            return name
-    return None
-
-
 def recognised(fn: ScalarFunction, dtype: Any = float) -> tuple[str, Formula | None, str]:
     """The name of a function of a scalar, its moments, and what these assume.
 
     It is known by its operations and, between its breaks, by its values, computed in `dtype` or in
-    float32 if that is more precise. Piecewise linear functions and those of `CLOSED_FORMS` are exact,
-    all others quadratures with as many nodes as they need. The moments of a linear function are its only
-    piece, and those of one that jumps between curved pieces None.
+    float32 if that is more precise. Piecewise linear functions (`Pieces`) and those of `CLOSED_FORMS`
+    are exact, all others quadratures with as many nodes as they need. The moments of one that jumps
+    between curved pieces are None.
     """
     found = _Read(fn, jnp.promote_types(jnp.result_type(dtype), jnp.float32))
     name, moments, assumes = _recognised(found)
     if name == "quadrature":
-        same = not found.rounded and "stop_gradient" not in found.operations
-        moments = partial(moments, fn if same else found.fn)
+        whole = "f16[" in found.text or "stop_gradient" in found.operations
+        moments = partial(moments, found.fn if whole else fn)
     return name, moments, assumes
 
 
@@ -236,16 +209,21 @@ def _recognised(found: _Read) -> tuple[str, Any, str]:
     """As `recognised`; moments by quadrature take the function before mean and variance."""
     places, gaussian = _breaks(found), "its input Gaussian"
     pieces = None if places is None or found.degree > 1 else _pieces(found, places)
-    if pieces is not None:
-        if pieces == ([0.0], [0.0, 1.0], 0.0, []):
-            return "relu", rectified, gaussian
+    if pieces is not None and pieces != ([0.0], [0.0, 1.0], 0.0, []):
         if not pieces.kinks and not pieces.steps:
             return "linear", pieces, ""
-        name = "steps" if pieces.steps else "piecewise linear"
-        return name, partial(piecewise_linear, **pieces._asdict()), gaussian
-    closed = None if places is None else _closed_form(found, places)
-    if closed is not None:
-        return closed, CLOSED_FORMS[closed][0], gaussian
+        return "steps" if pieces.steps else "piecewise linear", pieces, gaussian
+    if places is not None:
+        x = np.concatenate([np.linspace(0, 6, 25), np.geomspace(8, 1e4, 12)])
+        x = np.concatenate(
+            [-x, x, (places + np.outer([-1, -0.1, 0.1, 1], _beside(places))).ravel()]
+        )
+        x = x.astype(found.dtype)
+        # Half precision rounds the constants.
+        y, atol = at(found.fn, x), 2e-4 if "f16[" in found.text else 32 * found.eps
+        for name, (moments, fn) in CLOSED_FORMS.items():
+            if np.allclose(y, at(inlined(fn), x), rtol=1e-5, atol=atol):
+                return name, moments, gaussian
     if _jumps(found, places):
         return "jump", None, gaussian
     num_nodes, width = resolving(found.fn, found.dtype, bends=found.bends)

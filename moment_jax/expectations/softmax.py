@@ -5,13 +5,13 @@ Letters: q is E[softmax], R the scores' covariance, J and X the Jacobian at q an
 # ruff: noqa: N803, N806
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.expectations.softmax_mean import expected_softmax
+from moment_jax.expectations.softmax_mean import Rows, expected_softmax
 from moment_jax.xla import diagonal_matrix, diagonal_of, materialized
 
 Pair = tuple[Array, Array]
@@ -53,14 +53,14 @@ def softmax_expansion(mean: Array, cov: Array, mask: Array | None = None) -> Sof
 
     Source: Transformer derivation, Prop. 3; Brownian motion in the Transformer, Eq. 7 (Ito's term).
     """
-    mean, cov, keep = checked_row("softmax_expansion", mean, cov, mask)
+    mean, cov, keep = _checked_row("softmax_expansion", mean, cov, mask)
     q = _mean(mean, cov, keep)
     J, X = softmax_jacobian(q), expected_softmax_jacobian(q, cov)
     second = _hessian_term(q, cov, J)
     # The expected Hessian is smaller than the one at q, by about the squared gain of the Jacobian, and
     # adds less than half of the first term's variance. Both were chosen by the error against samples.
     gain = _quotient(_trace(X), _trace(J)) ** 4
-    trace = _trace(sandwich(X, cov))
+    trace = _trace(X @ cov @ X)
     rest = gain * _quotient(trace, trace + 2.0 * gain * _trace(second)) * second
     return SoftmaxExpansion(q, X, rest)
 
@@ -74,10 +74,9 @@ def _hessian_term(q: Array, cov: Array, J: Array) -> Array:
 
     R is the covariance. Positive semidefinite (a Gram matrix), with rows that sum to 0.
     """
-    R = diagonal_matrix(cov) if cov.ndim == 1 else cov
-    RJR = R @ J @ R
-    own = diagonal_of(between_contrasts(RJR, q))
-    inner = between_contrasts(R, q) ** 2 - own[:, None] - own[None, :] + jnp.sum(RJR * J)
+    RJR = cov @ J @ cov
+    own = diagonal_of(_between_contrasts(RJR, q))
+    inner = _between_contrasts(cov, q) ** 2 - own[:, None] - own[None, :] + jnp.sum(RJR * J)
     return 0.5 * q[:, None] * q[None, :] * inner
 
 
@@ -87,23 +86,8 @@ def _quotient(x: Array, y: Array) -> Array:
     return jnp.where(positive, x / jnp.where(positive, y, 1.0), 1.0)
 
 
-class _Row(NamedTuple):
-    """A `ScoreCovariance` of one row, stored as an array (C, C) or (C,)."""
-
-    cov: Array
-
-    def variance(self) -> Array:
-        return self.cov if self.cov.ndim == 1 else diagonal_of(self.cov)
-
-    def matvec(self, vector: Any) -> Array:
-        return self.cov * vector if self.cov.ndim == 1 else self.cov @ vector
-
-    def square_matvec(self, vector: Array, unit: Array) -> Array:
-        return _Row((self.cov / unit[0]) ** 2).matvec(vector)
-
-
 def _mean(mean: Array, cov: Array, keep: Array) -> Array:
-    return expected_softmax(jnp.where(keep, mean, 0.0), _Row(cov), keep, num_iterations=2)
+    return expected_softmax(jnp.where(keep, mean, 0.0), Rows(cov), keep, num_iterations=2)
 
 
 def softmax_jacobian(probabilities: Array) -> Array:
@@ -134,7 +118,7 @@ def expected_softmax_jacobian(probabilities: Array, cov: Array) -> Array:
     Raises:
       ValueError: if shapes do not fit.
     """
-    q, cov, _ = checked_row("expected_softmax_jacobian", probabilities, cov, None)
+    q, cov, _ = _checked_row("expected_softmax_jacobian", probabilities, cov, None)
     return _expected(q, cov)
 
 
@@ -142,7 +126,7 @@ def expected_softmax_jacobian(probabilities: Array, cov: Array) -> Array:
 def _expected(q: Array, cov: Array) -> Array:
     J, stiffness = softmax_jacobian(q), _stiffness(q, cov)
     X = 2.0 / (1.0 + stiffness) * J
-    X = _heavy_ball(lambda X: J - X - sandwich(X, cov), X, stiffness, J)
+    X = _heavy_ball(lambda X: J - X - X @ cov @ X, X, stiffness, J)
     return 0.5 * (X + X.T)
 
 
@@ -151,10 +135,10 @@ def _expected_jvp(primals: Pair, tangents: Pair) -> Pair:
     """Solve dX + dX R X + X R dX = dJ - X dR X."""
     (q, cov), (dq, dcov) = primals, tangents
     X = _expected(q, cov)
-    XR = X * cov[None, :] if cov.ndim == 1 else X @ cov
+    XR = X @ cov
     dcov = materialized(dcov)  # a constant's zeros would be a broadcast right operand
     dqq = dq[:, None] * q[None, :]
-    right = diagonal_matrix(dq) - dqq - dqq.T - sandwich(X, dcov)
+    right = diagonal_matrix(dq) - dqq - dqq.T - X @ dcov @ X
     stiffness = jax.lax.stop_gradient(_stiffness(q, cov))
 
     def solve(matvec: Callable[[Array], Array], b: Array) -> Array:
@@ -164,11 +148,6 @@ def _expected_jvp(primals: Pair, tangents: Pair) -> Pair:
         lambda dX: dX + dX @ XR.T + XR @ dX, right, solve, transpose_solve=solve
     )
     return X, dX
-
-
-def sandwich(x: Array, cov: Array) -> Array:
-    """The product x cov x for a symmetric x and a cov of shape (C, C) or (C,)."""
-    return (x * cov[None, :]) @ x if cov.ndim == 1 else (x @ cov) @ x
 
 
 def _heavy_ball(
@@ -194,19 +173,17 @@ def _heavy_ball(
 
 def _stiffness(q: Array, cov: Array) -> Array:
     """sqrt(1 + 4 tr(J cov J cov)^(1/2)), a bound on 1 + 2 x cov at the solution, J = diag(q) - q q^T."""
-    contrasts = between_contrasts(cov, q)
+    contrasts = _between_contrasts(cov, q)
     return jnp.sqrt(1.0 + 4.0 * jnp.sqrt(q @ contrasts**2 @ q))
 
 
-def between_contrasts(cov: Array, q: Array) -> Array:
-    """(e_i - q)^T cov (e_k - q), for a symmetric cov of shape (C, C) or (C,)."""
-    if cov.ndim == 1:
-        cov = diagonal_matrix(cov)
+def _between_contrasts(cov: Array, q: Array) -> Array:
+    """(e_i - q)^T cov (e_k - q), for a symmetric cov."""
     Rq = cov @ q
     return cov - Rq[:, None] - Rq[None, :] + jnp.vdot(q, Rq)
 
 
-def checked_row(
+def _checked_row(
     name: str, mean: Array, cov: Array, mask: Array | None
 ) -> tuple[Array, Array, Array]:
     """Check one row of scores for `name`; return mean, cov and the mask of unmasked entries.
@@ -227,5 +204,5 @@ def checked_row(
                 f"Got {mask.dtype} {mask.shape}. Use scores_mask.astype(bool)."
             )
         keep = keep & mask
-    both = keep if cov.ndim == 1 else keep[:, None] & keep[None, :]
+    cov, both = diagonal_matrix(cov) if cov.ndim == 1 else cov, keep[:, None] & keep[None, :]
     return jnp.where(keep, mean, -jnp.inf), jnp.where(both, cov, 0.0), keep

@@ -4,17 +4,17 @@ In the letters of the formula in `expected_softmax`: R, a, v, u, h.
 """
 # ruff: noqa: N803, N806
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance.numerics import nonnegative, safe_divide
-from moment_jax.xla import materialized
+from moment_jax.xla import diagonal_of, materialized
 
 
-class RowCovariance(Protocol):
+class ScoreCovariance(Protocol):
     """Covariance R of each row of scores (..., C), up to b 1^T + 1 b^T for any b."""
 
     def variance(self) -> Array:
@@ -25,16 +25,30 @@ class RowCovariance(Protocol):
         """R a, (..., C) -> (..., C)."""
         ...
 
-
-class ScoreCovariance(RowCovariance, Protocol):
-    """A `RowCovariance` with entrywise squares."""
-
     def square_matvec(self, vectors: Array, unit: Array) -> Array:
         """(R * R) a / unit^2 with entrywise squares, (..., C), (..., 1) -> (..., C).
 
         Divide before squaring: the square of a large variance overflows float32.
         """
         ...
+
+
+class Rows(NamedTuple):
+    """A `ScoreCovariance` in full."""
+
+    cov: Array  # (..., C, C)
+
+    def variance(self) -> Array:
+        """The diagonals."""
+        return diagonal_of(self.cov)
+
+    def matvec(self, vectors: Array) -> Array:
+        """Products of matrices and vectors."""
+        return jnp.einsum("...cf,...f->...c", self.cov, vectors)
+
+    def square_matvec(self, vectors: Array, unit: Array) -> Array:
+        """Products of squared entries and vectors."""
+        return Rows((self.cov / unit[..., None]) ** 2).matvec(vectors)
 
 
 def expected_softmax(
@@ -77,8 +91,8 @@ def expected_softmax(
     return _approached(mean, cov, mask, num_iterations)
 
 
-def quick_expected_softmax(mean: Array, cov: RowCovariance, mask: Array | None = None) -> Array:
-    """`expected_softmax` from contrasts of softmax(mean), with only two products with R.
+def quick_expected_softmax(mean: Array, cov: Any, mask: Array | None = None) -> Array:
+    """`expected_softmax` from contrasts of softmax(mean), with two products with R and no squares.
 
     u_i / v_i is replaced by one number per row, sum_j a_j^2 v_j^2 / sum_j a_j v_j, its average for
     independent scores. For structures whose other errors are larger.

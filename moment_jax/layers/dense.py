@@ -49,8 +49,8 @@ def dense(mean: Array, cov: S, params: DenseParams) -> tuple[Array, S]:
     """
     checks.check_moments("dense", mean, cov)
     kernel, bias = params.kernel, params.bias
-    checks.check_kernel("dense", mean.shape[1], kernel)
-    checks.check_vector("dense", "bias", kernel.shape[1], bias)
+    checks.check_belief("dense", "kernel", mean.shape[1], kernel)
+    checks.check_belief("dense", "bias", kernel.shape[1], bias)
     out_cov = cov.map_features(kernel.mean)
     if not isinstance(kernel, Point):
         out_cov = out_cov.add(cov.weight_noise(mean, kernel))

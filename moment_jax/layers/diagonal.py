@@ -60,22 +60,18 @@ class _Rows(NamedTuple):
     own: Array  # (T, S)
     query: Array  # (T, 1)
     key: Array  # (S, K)
-    slope: Array | None = None  # z, the factor of each score
+    slope: Array | None = None  # z, the factor of each score; None for one
 
     def variance(self) -> Array:
         by_query = self.query * jnp.sum(self.key**2, axis=1)[None]
-        return self.own + (by_query if self.slope is None else self.slope**2 * by_query)
+        return self.own + self._sloped(self._sloped(by_query))
 
     def matvec(self, weights: Array) -> Array:
-        if self.slope is None:
-            return self.own * weights + self.query * ((weights @ self.key) @ self.key.T)
-        by_query = self.query * (((self.slope * weights) @ self.key) @ self.key.T)
-        return self.own * weights + self.slope * by_query
+        by_query = self.query * ((self._sloped(weights) @ self.key) @ self.key.T)
+        return self.own * weights + self._sloped(by_query)
 
-    def times(self, factor: Array) -> "_Rows":
-        """Of the scores times (T, S) factors."""
-        slope = factor if self.slope is None else factor * self.slope
-        return self._replace(own=factor**2 * self.own, slope=slope)
+    def _sloped(self, scores: Array) -> Array:
+        return scores if self.slope is None else self.slope * scores
 
 
 def attention(
@@ -97,9 +93,7 @@ def attention(
         linked = jnp.sum(kernels[0] * kernels[1], axis=2) @ cov.variances.T
     q = part(mean, cov, params.query, turns[0])
     k = part(source, source_cov, params.key, turns[1])
-    noise = None
-    for each in attending.noise:
-        noise = each.score_variance() if noise is None else noise + each.score_variance()
+    noise = [each.score_variance() for each in attending.noise]
     v = part(source, source_cov, params.value, None)
     heads = *q, *k, *v, linked, mask, attending.scale, attending.bias, noise
     one_head = partial(_head, order=order, cap=attending.cap)
@@ -133,15 +127,12 @@ def _head(head: Any, order: int, cap: Formula | None) -> tuple[Array, Array, Arr
         scores = scores + diagonal_matrix(linked)
     scores = materialized(scores / width**0.5)
     own = (q**2 + q_variance) @ k_variance.T / width
-    rows = _Rows(own, jnp.mean(q_variance, axis=1, keepdims=True) / width, k)
-    rows = rows if scale is None else rows.times(scale)
-    rows = rows if noise is None else rows._replace(own=rows.own + noise)
-    scores = rules.scaled(scores, scale, bias)
-    if cap is not None:
-        capped = cap(scores, rows.variance())
-        scores, rows = capped.mean, rows.times(capped.gain)
-        rest = nonnegative(capped.variance - rows.variance())
-        rows = rows._replace(own=rows.own + rest)
+    by_query = jnp.mean(q_variance, axis=1, keepdims=True) / width
+    rows = _Rows(own, by_query, k)
+    scores, slope = rules.shaped(scores, rows.variance, scale, bias, cap)
+    if slope is not None:
+        rows = _Rows(slope**2 * own, by_query, k, slope)
+    rows = rows._replace(own=sum(noise, start=rows.own))
     own = rows.variance()
     plain = order == 1
     weights = masked_softmax(scores, mask) if plain else quick_expected_softmax(scores, rows, mask)

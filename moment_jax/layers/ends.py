@@ -48,17 +48,12 @@ def embedding(
             f"`embedding` needs a belief about a (V, D) table (a Posterior). Got {came}. For a "
             "certain table, use mj.posterior.Point(table)."
         )
-    if not hasattr(ids, "ndim"):
-        raise TypeError(
-            f"`embedding` needs arrays. Got {type(ids).__name__}. Use jnp.asarray(ids)."
-        )
-    if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
+    kind = getattr(ids, "dtype", object)
+    if not jnp.issubdtype(kind, jnp.integer) or ids.ndim != 1 or not ids.size:
         raise ValueError(
-            "`embedding` needs token ids of shape (T,), integers. Got "
-            f"{checks.described(ids)}. For a batch, use jax.vmap, or nnx.Embed in mj.Bayesian."
+            "`embedding` needs token ids of shape (T,), integers, of at least one token. Got "
+            f"{checks.described(ids)}. Use jnp.asarray; for a batch jax.vmap, or an nnx.Embed."
         )
-    if ids.shape[0] == 0:
-        raise ValueError("`embedding` needs at least one token. Got none. Drop empty sequences.")
     check_known_ids("embedding", ids, table.shape[0])
     if not (isinstance(structure, type) and issubclass(structure, Covariance)):
         raise TypeError(

@@ -5,7 +5,7 @@ Its softmax is linearised by its Jacobian. Memory: H^2 T^2 S^2 numbers for the s
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,12 @@ from moment_jax.covariance import Full
 from moment_jax.covariance.base import Cross
 from moment_jax.covariance.numerics import nonnegative
 from moment_jax.expectations import expected_softmax, masked_softmax
+from moment_jax.expectations.softmax_mean import Rows
 from moment_jax.layers import rules
 from moment_jax.layers.dense import dense
 from moment_jax.layers.params import AttentionParams
 from moment_jax.layers.rules import Attending, Carry
-from moment_jax.xla import materialized
+from moment_jax.xla import diagonal_of, materialized
 
 
 def norm(
@@ -77,7 +78,13 @@ def attention(
     VV, KV = joint(2, 2), joint(1, 2)
     QK, QV = (joint(0, 1), joint(0, 2)) if own else (None, None)
     S, R, slope = _scores(q, k, _score_cov(q, k, joint(0, 0), joint(1, 1), QK), QK, attending)
-    W = materialized(_weights(S, R, mask, order))
+    if order == 1:
+        W = masked_softmax(S, mask)
+    else:
+        rows = jnp.einsum("hachaf->hacf", R)
+        half = 0.5 * diagonal_of(rows)  # softmax sees contrasts alone
+        W = expected_softmax(S, Rows(rows - half[..., :, None] - half[..., None, :]), mask)
+    W = materialized(W)
     a = W @ v
 
     X = jnp.einsum("had,hcdgfe->hacgfe", q, KV)
@@ -140,50 +147,21 @@ def _scores(
     q: Array, k: Array, R: Array, QK: Array | None, attending: Attending
 ) -> tuple[Array, Array, Array]:
     """Mean and covariance of the scores, and their slope by q k^T, whose covariance is R."""
-    _, _, order, _, scale, bias, noise, cap = attending
-    slope = jnp.full((1, 1, 1), q.shape[2] ** -0.5, q.dtype)
-    slope = slope if scale is None else slope * scale
+    root = jnp.full((1, 1, 1), q.shape[2] ** -0.5, q.dtype)
     S = jnp.einsum("had,hcd->hac", q, k)
-    if order == 2 and QK is not None:
+    if attending.order == 2 and QK is not None:
         S = S + jnp.einsum("hadhcd->hac", QK)
-    S, R = materialized(slope * S), _both_times(slope, R)
-    S = S if bias is None else S + bias
-    for each in noise:
+    S, slope = rules.shaped(
+        materialized(root * S), lambda: root**2 * nonnegative(jnp.einsum("hachac->hac", R)),
+        attending.scale, attending.bias, attending.cap,
+    )  # fmt: skip
+    slope = root if slope is None else slope * root
+    R = _both_times(slope, R)
+    for each in attending.noise:
         same = each.places[..., None, None, None] == each.places[None, None, None]
-        factor = jnp.broadcast_to(each.factor, S.shape)
-        R = R + _both_times(
-            factor, jnp.where(same, each.variance[each.places][..., None, None, None], 0)
-        )
-    if cap is not None:
-        flat = Full.unchecked(R.reshape(2 * (S.shape[0] * S.shape[1], S.shape[2])))
-        f = cap(S, flat.variance().reshape(S.shape))
-        R = flat.elementwise(jax.tree.map(lambda x: x.reshape(flat.shape), f)).cov.reshape(R.shape)
-        S, slope = f.mean, f.gain * slope
+        shared = jnp.where(same, each.variance[each.places][..., None, None, None], 0)
+        R = R + _both_times(jnp.broadcast_to(each.factor, S.shape), shared)
     return S, R, slope
-
-
-def _weights(S: Array, R: Array, mask: Array | None, order: int) -> Array:
-    """E[softmax], or softmax(E[S]) with order 1."""
-    if order == 1:
-        return masked_softmax(S, mask)
-    rows = jnp.einsum("hachaf->hacf", R)
-    half = 0.5 * jnp.einsum("hacc->hac", rows)
-    return expected_softmax(S, _Contrasts(rows - half[..., :, None] - half[..., None, :]), mask)
-
-
-class _Contrasts(NamedTuple):
-    """Covariance of each row's contrasts."""
-
-    cov: Array  # (H, T, S, S)
-
-    def variance(self) -> Array:
-        return jnp.zeros((), self.cov.dtype)
-
-    def matvec(self, vectors: Array) -> Array:
-        return jnp.einsum("hacf,haf->hac", self.cov, vectors)
-
-    def square_matvec(self, vectors: Array, unit: Array) -> Array:
-        return jnp.einsum("hacf,haf->hac", (self.cov / unit[..., None]) ** 2, vectors)
 
 
 def _split_both(cov: Array, num_heads: int, turn: Array | None, other: Array | None) -> Array:

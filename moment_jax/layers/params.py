@@ -4,7 +4,6 @@ Errors state the rule, the value and the fix.
 """
 
 import dataclasses
-import operator
 from typing import Any, TypeVar
 
 import jax
@@ -147,36 +146,21 @@ def check_moments(name: str, mean: Array, cov: Covariance) -> None:
         )
 
 
-def check_kernel(name: str, num_features: int, kernel: object) -> None:
-    """Raise unless `kernel` is a belief about a matrix with `num_features` rows."""
-    shape = _shape_of_belief(name, "kernel", kernel)
-    if len(shape) != 2 or shape[0] != num_features:
-        raise ValueError(
-            f"`{name}` needs a kernel of shape (in, out) with in == {num_features}, the number of "
-            f"features of its input. Got {shape}. Kernels are (in, out), as in Flax; transpose "
-            "kernels from PyTorch."
-        )
-
-
-def check_vector(name: str, what: str, size: int, vector: object) -> None:
-    """Raise unless `vector` is a belief about `size` numbers, or None."""
-    if vector is None:
+def check_belief(name: str, what: str, size: int, belief: object) -> None:
+    """Raise unless this is a belief about a kernel (size, out), or a vector (size,) or None."""
+    kernel = what == "kernel"
+    if belief is None and not kernel:
         return
-    shape = _shape_of_belief(name, what, vector)
-    if shape != (size,):
-        raise ValueError(
-            f"`{name}` needs a {what} of shape ({size},), one number for each feature. Got {shape}. "
-            "Use a belief of that shape."
-        )
-
-
-def _shape_of_belief(name: str, what: str, belief: object) -> tuple[int, ...]:
     if not isinstance(belief, Posterior):
         raise TypeError(
             f"`{name}` needs a belief about its {what} (a Posterior). Got {type(belief).__name__}. For "
             f"a certain {what}, use mj.posterior.Point({what})."
         )
-    return tuple(belief.shape)
+    if len(belief.shape) != 1 + kernel or belief.shape[0] != size:
+        raise ValueError(
+            f"`{name}` needs a {what} of shape ({size}, {'out' * kernel}). Got {tuple(belief.shape)}. "
+            "Kernels are (in, out), as in Flax; transpose kernels from PyTorch."
+        )
 
 
 def check_order(name: str, order: int) -> None:
@@ -188,21 +172,14 @@ def check_order(name: str, order: int) -> None:
         )
 
 
-def check_heads(name: str, num_heads: int, *widths: int) -> None:
-    """Raise unless `num_heads` divides every width."""
-    try:
-        operator.index(num_heads)
-    except TypeError:
-        raise TypeError(
-            f"`{name}` needs num_heads as a whole number. Got {num_heads!r}. Use int(num_heads)."
-        ) from None
-    for width in widths:
-        if num_heads < 1 or width % num_heads:
-            raise ValueError(
-                f"`{name}` needs num_heads to divide the width of query, key and value. Got "
-                f"num_heads={num_heads} and width {width}. Use a divisor of {width}, or kernels "
-                "of another width."
-            )
+def check_heads(name: str, num_heads: Any, widths: list[int]) -> None:
+    """Raise unless query, key and value have one width that `num_heads` divides."""
+    whole = hasattr(num_heads, "__index__") and num_heads >= 1
+    if not whole or len(set(widths)) > 1 or widths[0] % num_heads:
+        raise ValueError(
+            f"`{name}` needs num_heads, a whole number, to divide the one width of query, key, value. "
+            f"Got num_heads={num_heads!r} and widths {widths}. Use a divisor, or other kernels."
+        )
 
 
 def check_mask(name: str, what: str, mask: Any, *shapes: tuple[int, ...]) -> None:

@@ -41,31 +41,9 @@ class ScoreNoise(NamedTuple):
         """Of each score, (H, T, S)."""
         return self.factor**2 * self.variance[self.places]
 
-    def by_head(self) -> ScoreNoise:
-        """All fields with a leading axis H, variance (H, N), and places in each head's own entries.
-
-        Entries that heads share become independent.
-        """
-        own = [np.unique(places, return_inverse=True) for places in np.asarray(self.places)]
-        count = max(len(entries) for entries, _ in own)
-        entries = [np.pad(each, (0, count - len(each)), mode="edge") for each, _ in own]
-        places = np.stack([place for _, place in own]).reshape(self.places.shape)
-        return ScoreNoise(self.variance[np.stack(entries)], jnp.asarray(places), self.factor)
-
-    def sums(self, terms: Array) -> Array:
-        """Of one head: terms (T, S, ...) times the factor, summed for each entry, (T, N, ...)."""
-        factor = self.factor.reshape(*self.factor.shape, *[1] * (terms.ndim - 2))
-        num = len(self.variance)
-        return jax.vmap(lambda x, at: jax.ops.segment_sum(x, at, num))(factor * terms, self.places)
-
-    def matvec(self, vectors: Array) -> Array:
-        """Of one head: each row's covariance times a vector, (T, S)."""
-        sums = self.variance[None, :] * self.sums(vectors)
-        return self.factor * jnp.take_along_axis(sums, self.places, axis=1)
-
 
 class Attending(NamedTuple):
-    """Settings of attention: softmax(mask(cap(scale * q k^T / sqrt(K) + bias + noise))) v.
+    """Settings of attention: softmax(mask(cap(scale * q k^T / sqrt(K)) + bias + noise)) v.
 
     Scale, bias and factors of noise have the shape (H, T, S), where T and S may be 1.
     """
@@ -79,7 +57,7 @@ class Attending(NamedTuple):
     bias: Array | None = None
     noise: tuple[ScoreNoise, ...] = ()
     cap: Formula | None = None
-    """The moments of a function of one score, exact where nothing is random."""
+    """The moments of a function of one scaled score, exact where nothing is random."""
 
 
 class Rules(NamedTuple):
@@ -147,10 +125,19 @@ def merge_heads(array: Array) -> Array:
     return array.swapaxes(0, 1).reshape(t, h * k)
 
 
-def scaled(scores: Array, scale: Array | None, bias: Array | None) -> Array:
-    """The mean scores q k^T / sqrt(K) with their scale and their bias."""
-    scores = scores if scale is None else scale * scores
-    return scores if bias is None else scores + bias
+def shaped(
+    scores: Array, variance: Callable[[], Array], scale: Array | None, bias: Array | None,
+    cap: Formula | None,
+) -> tuple[Array, Array | None]:  # fmt: skip
+    """The mean scores after scale, cap and bias, and their slope by q k^T / sqrt(K); None for one.
+
+    `variance` is that of the scores q k^T / sqrt(K).
+    """
+    scores, slope = scores if scale is None else scale * scores, scale
+    if cap is not None:
+        f = cap(scores, variance() if scale is None else scale**2 * variance())
+        scores, slope = f.mean, f.gain if scale is None else f.gain * scale
+    return scores if bias is None else scores + bias, slope
 
 
 def kept_jacobian(found: Array, second: Array, averaged: Array) -> tuple[Array, Array]:

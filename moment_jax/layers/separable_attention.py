@@ -11,10 +11,10 @@ a = W v, and V = E[v v^T] over tokens under the metric M of the output, the head
 
 where N is the noise of the values in V = v M v^T + N, Q = p p^T * A the pairs of queries in the pooled
 sum, * the product of entries, and E[a a^T] = a M a^T + W N W^T. Softmax keeps a part of its Jacobian: A
-is scaled by that, g_a g_b, and by the slopes z_a z_b of scale and cap.
+is scaled by that, g_a g_b, and by the slopes z_a z_b of scale and cap, of an average key by its weight.
 
-Entry n of a random bias, of variance u_n, moves averages by U_an = sum_c W_ac f_ac (v_c - a_a), over the
-keys c whose scores have it, and adds sum_n u_n U_an M U_bn^T to G and u_n (p^T U_n)^T (p^T U_n) to C.
+Entry n of a random bias, of variance u_n, moves averages by U_an = sqrt(u_n) sum_c W_ac f_ac (v_c - a_a)
+over the keys c whose scores have it, and adds sum_n U_an M U_bn^T to G and (p^T U_n)^T (p^T U_n) to C.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from moment_jax.covariance import numerics
@@ -53,12 +54,10 @@ class Projection(NamedTuple):
         """sum_ij metric_ij Cov[y_ti, y_sj], (T, T), without the bias, from both patterns."""
         return jnp.sum(self.by_input * metric) * pattern + jnp.sum(self.by_kernel * metric) * noise
 
-    def of_tokens(self, pattern: tg.Tokens, noise: tg.Tokens) -> Array:
-        """Each token's covariance, (T, K, K)."""
-        by_input = jnp.tensordot(tg.diagonal_of(pattern), self.by_input, 0)
-        return (
-            by_input + jnp.tensordot(tg.diagonal_of(noise), self.by_kernel, 0) + self.by_bias[None]
-        )
+    def average(self, pattern: tg.Tokens, weights: Array) -> Array:
+        """The covariance of an average token by weight, (K, K)."""
+        total = self.by_input * (weights @ tg.diagonal_of(pattern)) + self.by_kernel
+        return safe_divide(total, jnp.sum(weights)) + self.by_bias
 
 
 class _Sequence(NamedTuple):
@@ -208,8 +207,17 @@ def _heads(
     metric = kernels @ jnp.swapaxes(kernels, 1, 2) + _blocks(output.input_metric(), h)
     linked = queries @ jnp.sum(query.kernel * key.kernel, axis=2).T
     drawn = rules.split_heads(drawn, h)
-    noise = tuple(each.by_head() for each in noise)
-    return _Head(query, key, value, differences, metric, drawn, linked, mask, scale, bias, noise)
+    random = tuple(map(_by_head, noise))
+    return _Head(query, key, value, differences, metric, drawn, linked, mask, scale, bias, random)
+
+
+def _by_head(noise: ScoreNoise) -> ScoreNoise:
+    """With variances (H, N), and places in each head's own: entries that heads share are independent."""
+    own = [np.unique(places, return_inverse=True) for places in np.asarray(noise.places)]
+    count = max(len(entries) for entries, _ in own)
+    entries = [np.pad(each, (0, count - len(each)), mode="edge") for each, _ in own]
+    places = np.stack([place for _, place in own]).reshape(noise.places.shape)
+    return ScoreNoise(noise.variance[np.stack(entries)], jnp.asarray(places), noise.factor)
 
 
 def _projection(
@@ -271,16 +279,22 @@ def _one_head(head: _Head, sequence: _Sequence, order: int, cap: Formula | None)
     S = q.mean @ k.mean.T
     if order == 2 and sequence.own is not None:
         S = S + sequence.own * head.linked
-    S, z, random = _bent(head, sequence, materialized(S / root), cap)
+    variance = partial(_score_variance, head, sequence)
+    S, z = rules.shaped(materialized(S / root), variance, head.scale, head.bias, cap)
     A, keys = _scores(head, sequence)
-    A = A if z is None else z * A * z.T
+    if z is not None:
+        z = z if z.shape[1] == 1 else jnp.sum(masked_softmax(S, head.mask) * z, 1, keepdims=True)
+        A = z * A * z.T
     B, count = tg.factored(keys), tg.count_of(A)
-    exact = order == 1
-    W = (
-        masked_softmax(S, head.mask)
-        if exact
-        else _expected_softmax(S, A, keys, B, random, head.mask)
-    )
+    own, mask = tg.diagonal_of(A)[:, None], head.mask
+    alone = (sum(each.score_variance() for each in head.random),) if head.random else ()
+    if order == 1:
+        W = masked_softmax(S, mask)
+    elif isinstance(keys, tg.TokenGram):  # two products, none with squares
+        rows = _Rows(own, own * tg.diagonal_of(keys)[None, :], B, alone)
+        W = quick_expected_softmax(S, rows, mask)
+    else:
+        W = expected_softmax(S, _Rows(own, jnp.zeros((), p.dtype), keys, alone), mask)
     W = materialized(W)
     w = weighted_sum(p, W)
     centre = _average(w, value.mean)[None]  # nothing large cancels below
@@ -297,8 +311,12 @@ def _one_head(head: _Head, sequence: _Sequence, order: int, cap: Formula | None)
     aa = tg.gram(a, M, count) + WNW
     X = (a @ vM.T + WN) * WB
     G = A * tg.contract(W, B_ * V, 2 * X, aa * WBW, p > 0)
-    by_bias = [_by_bias(each, W, V, vM, v, aa, a, M) for each in random]  # (T, N, K)
-    for U in by_bias:
+    by_bias = []
+    for each in head.random:
+        moved = (W * each.factor)[:, :, None] * (v[None] - a[:, None])
+        at = partial(jax.ops.segment_sum, num_segments=len(each.variance))
+        U = safe_sqrt(each.variance)[None, :, None] * jax.vmap(at)(moved, each.places)
+        by_bias.append(U)
         G = G + tg.product((U @ M).reshape(len(a), -1), U.reshape(len(a), -1), count)
     g = jnp.ones_like(p)
     if order == 2:  # law of total variance
@@ -328,47 +346,16 @@ def _one_head(head: _Head, sequence: _Sequence, order: int, cap: Formula | None)
     return _Output(mean, W, w, G + WNW, C)
 
 
-def _bent(
-    head: _Head, sequence: _Sequence, S: Array, cap: Formula | None
-) -> tuple[Array, Array | None, tuple[ScoreNoise, ...]]:
-    """Scores after scale, bias and cap; the slope of each query's, (T, 1) or None; random biases.
-
-    The slope of a query's scores is that of an average key by its weight.
-    """
-    S, slope, random = rules.scaled(S, head.scale, head.bias), head.scale, head.random
-    if cap is not None:
-        f = cap(S, _score_variance(head, sequence))
-        S, slope = f.mean, f.gain if slope is None else f.gain * slope
-        random = tuple(each._replace(factor=f.gain * each.factor) for each in random)
-    if slope is not None and slope.shape[1] > 1:
-        slope = jnp.sum(masked_softmax(S, head.mask) * slope, axis=1, keepdims=True)
-    return S, slope, random
-
-
-def _by_bias(
-    bias: ScoreNoise, W: Array, V: tg.Tokens, vM: Array, v: Array, aa: tg.Tokens, a: Array, M: Array
-) -> Array:
-    """How the averages a = W v move with each standardised entry of a random bias, (T, N, K).
-
-    The values' noise is in it by its share of their variance under the weights.
-    """
-    moved = bias.sums(W[:, :, None] * v[None]) - bias.sums(W)[:, :, None] * a[:, None]
-    every = rules.left_within(W @ tg.diagonal_of(V), tg.diagonal_of(aa))
-    share = safe_divide(
-        every, rules.left_within(W @ jnp.sum(vM * v, axis=1), jnp.sum((a @ M) * a, axis=1))
-    )
-    return safe_sqrt(share[:, None] * bias.variance[None, :])[:, :, None] * moved
-
-
 def _score_variance(head: _Head, sequence: _Sequence) -> Array:
-    """Variance of each score with its scale and random biases, (T, S)."""
+    """Variance of each score q k^T / sqrt(K), as of average queries and keys, (T, S)."""
     q, k = head.query, head.key
-    Q = q.of_tokens(sequence.x, sequence.of_query)
-    qq, kk = (y[:, :, None] * y[:, None, :] for y in (q.mean, k.mean))
-    variance = jnp.einsum("akl,ckl->ac", Q + qq, k.of_tokens(sequence.source, sequence.of_key))
-    variance = (variance + jnp.einsum("akl,ckl->ac", Q, kk)) / q.mean.shape[1]
-    variance = variance if head.scale is None else head.scale**2 * variance
-    return sum((each.score_variance() for each in head.random), start=variance)
+    Q = q.average(sequence.x, sequence.query_weights)
+    K = k.average(sequence.source, sequence.key_weights)
+    by_key, by_query = (
+        jnp.sum((q.mean @ K) * q.mean, axis=1),
+        jnp.sum((k.mean @ Q) * k.mean, axis=1),
+    )
+    return (by_key[:, None] + by_query[None, :] + jnp.sum(Q * K)) / q.mean.shape[1]
 
 
 def _scores(head: _Head, sequence: _Sequence) -> tuple[tg.Tokens, tg.Tokens]:
@@ -380,11 +367,10 @@ def _scores(head: _Head, sequence: _Sequence) -> tuple[tg.Tokens, tg.Tokens]:
     q, k, width = head.query, head.key, head.query.mean.shape[1]
     at, by = sequence.query_weights, sequence.key_weights
     count, counted = jnp.sum(at), jnp.sum(by)
-    of_query = at @ tg.diagonal_of(sequence.x)
     of_key = by @ tg.diagonal_of(sequence.source)
     of_key = of_key - safe_divide(by @ sequence.factored @ by, counted)
     noise = k.by_input * of_key + head.differences
-    by_query = safe_divide(q.by_input * of_query + q.by_kernel + count * q.by_bias, count)
+    by_query = q.average(sequence.x, at)
     qq = safe_divide((q.mean.T * at[None, :]) @ q.mean, count) + by_query  # E[q q^T]
     centred = safe_sqrt(by)[:, None] * (k.mean - _average(by, k.mean)[None])
     kk = centred.T @ centred
@@ -402,31 +388,19 @@ class _Rows(NamedTuple):
     """Covariance of each query's scores, A_aa B and that of random biases: a `ScoreCovariance`."""
 
     own: Array  # diag(A), (T, 1)
-    spread: Array  # diag(B), or zero
+    spread: Array  # A_aa diag(B), (T, S), or zero
     keys: Any  # B, (S, S), in the form in which it multiplies
-    noise: tuple[ScoreNoise, ...] = ()
+    alone: tuple[Array, ...]  # variance by random biases, (T, S), read as independent; or nothing
 
     def variance(self) -> Array:
-        variance = self.spread if self.spread.ndim == 0 else self.own * self.spread[None, :]
-        return sum((each.score_variance() for each in self.noise), start=variance)
+        return sum(self.alone, start=self.spread)
 
     def matvec(self, vectors: Array) -> Array:
-        by_keys = self.own * (vectors @ self.keys)
-        return sum((each.matvec(vectors) for each in self.noise), start=by_keys)
+        return sum((x * vectors for x in self.alone), start=self.own * (vectors @ self.keys))
 
     def square_matvec(self, vectors: Array, unit: Array) -> Array:
-        return (self.own / unit) ** 2 * (vectors @ self.keys**2)
-
-
-def _expected_softmax(
-    S: Array, A: tg.Tokens, keys: tg.Tokens, B: Array | tg.Factored,
-    noise: tuple[ScoreNoise, ...], mask: Array | None,
-) -> Array:  # fmt: skip
-    """E[softmax]; with B at landmarks or a random bias, with two products and none with squares."""
-    own = tg.diagonal_of(A)[:, None]
-    if noise or isinstance(keys, tg.TokenGram):
-        return quick_expected_softmax(S, _Rows(own, tg.diagonal_of(keys), B, noise), mask)
-    return expected_softmax(S, _Rows(own, jnp.zeros((), own.dtype), keys), mask)
+        by_keys = (self.own / unit) ** 2 * (vectors @ self.keys**2)
+        return sum(((x / unit) ** 2 * vectors for x in self.alone), start=by_keys)
 
 
 def _shared(head: _Head, sequence: _Sequence, W: Array, gain: Array) -> Array:

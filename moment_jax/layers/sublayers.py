@@ -74,8 +74,8 @@ def norm_with_carry(
             f"`{name}` needs epsilon >= 0. Got {epsilon}. It is added to the variance; Flax uses 1e-6."
         )
     gain, d = params.scale, mean.shape[1]
-    checks.check_vector(name, "scale", d, gain)
-    checks.check_vector(name, "bias", d, params.bias)
+    checks.check_belief(name, "scale", d, gain)
+    checks.check_belief(name, "bias", d, params.bias)
     rule = rules_of(type(cov)).norm
     mean, normal, carry = rule(mean, cov, epsilon=epsilon, order=order, centres=centres)
     if gain is None:
@@ -173,35 +173,23 @@ def attention_with_carry(
                 f"{type(source_cov).__name__}. Use {type(cov).__name__}.project(cov.to_dense()), or "
                 "one structure for encoder and decoder."
             )
-    checks.check_kernel(name, mean.shape[1], params.query.kernel)
+    checks.check_belief(name, "kernel", mean.shape[1], params.query.kernel)
     for projection in (params.key, params.value):
-        checks.check_kernel(name, source.shape[1], projection.kernel)
+        checks.check_belief(name, "kernel", source.shape[1], projection.kernel)
     widths = [p.kernel.shape[1] for p in (params.query, params.key, params.value)]
-    checks.check_heads(name, num_heads, *widths)
-    if len(set(widths)) > 1:
-        raise ValueError(
-            f"`{name}` needs query, key and value kernels of one width (D, H K). Got widths {widths}. "
-            "Use the same H K for all three."
-        )
-    checks.check_kernel(name, widths[2], params.output.kernel)
-    queries, keys = len(mean), len(source)
+    checks.check_heads(name, num_heads, widths)
+    checks.check_belief(name, "kernel", widths[2], params.output.kernel)
+    whole = num_heads, len(mean), len(source)
     what = "(queries, keys), (1, keys) or (heads, queries, keys), True where a query may look"
-    whole = num_heads, queries, keys
-    checks.check_mask(name, what, mask, whole[1:], (1, keys), whole)
+    checks.check_mask(name, what, mask, whole[1:], (1, len(source)), whole)
     if mask is not None:
         source_cov.check_mask(name, mask)
         mask = jnp.broadcast_to(mask, whole)
     scale, bias = _of_scores(name, "scale", scale, whole), _of_scores(name, "bias", bias, whole)
-    if bias is not None and cap is None:  # a key of -inf is masked: its derivative would be NaN
+    if bias is not None:  # a key of -inf is masked: its derivative would be NaN
         keep = bias > -jnp.inf
         mask, bias = keep if mask is None else mask & keep, jnp.where(keep, bias, 0)
         mask = jnp.broadcast_to(mask, whole)
-    for each in noise:
-        if each.places.shape != whole:
-            raise ValueError(
-                f"`{name}` needs places (heads, queries, keys) == {whole} of a random bias. Got "
-                f"{each.places.shape}. Use np.broadcast_to(places, {whole})."
-            )
     factors: Any = [_of_scores(name, "noise", each.factor, whole) for each in noise]
     noise = tuple(each._replace(factor=f) for each, f in zip(noise, factors, strict=True))
     attending = Attending(num_heads, mask, order, turns, scale, bias, noise, cap)
@@ -213,16 +201,14 @@ def _of_scores(name: str, what: str, array: Array | None, whole: tuple[int, ...]
     if array is None:
         return None
     checks.check_array(f"{name}(..., {what}=)", array)
-    h, t, s = whole
     shape = (1,) * (3 - array.ndim) + array.shape
     fits = all(n in (1, m) for n, m in zip(shape, whole, strict=False))
     if array.ndim not in (0, 2, 3) or not fits:
         raise ValueError(
-            f"`{name}` needs a {what} of shape {(t, s)}, (queries, keys), or {whole}, with heads first. "
-            f"Got {checks.described(array)}. Use jnp.broadcast_to({what}, {whole}), or jax.vmap for a "
-            "batch."
+            f"`{name}` needs a {what} of shape {whole[1:]}, (queries, keys), or {whole}, with heads. "
+            f"Got {checks.described(array)}. Use jnp.broadcast_to({what}, {whole}); for a batch vmap."
         )
-    return jnp.broadcast_to(array.reshape(shape), (h, *shape[1:]))
+    return jnp.broadcast_to(array.reshape(shape), (whole[0], *shape[1:]))
 
 
 @materialized_inputs
@@ -247,8 +233,9 @@ def feed_forward_with_carry(
 ) -> tuple[Array, S, Carry]:
     """`feed_forward`, and how it carries covariances."""
     checks.check_moments("feed_forward", mean, cov)
-    checks.check_kernel("feed_forward", mean.shape[1], params.hidden.kernel)
-    checks.check_kernel("feed_forward", params.hidden.kernel.shape[1], params.output.kernel)
+    hidden = params.hidden.kernel
+    checks.check_belief("feed_forward", "kernel", mean.shape[1], hidden)
+    checks.check_belief("feed_forward", "kernel", hidden.shape[1], params.output.kernel)
     rule = rules_of(type(cov)).feed_forward or _layer_by_layer
     return rule(mean, cov, params, expectations.of(activation))
 

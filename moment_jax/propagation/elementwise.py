@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moment_jax.expectations import recognition
-from moment_jax.expectations.activations import Formula
-from moment_jax.expectations.recognition import Pieces
+from moment_jax.expectations.quadrature import at
 from moment_jax.layers.params import DenseParams, FeedForwardParams
 from moment_jax.layers.rules import rules_of
 from moment_jax.propagation.arrays import Base, Moments, made, numbered
@@ -29,7 +28,7 @@ def _univariate(propagator: Propagator, node: Node) -> Moments | None:
     logs = log_probabilities(propagator, found.source) if "log" in found.operations else None
     fn = found.fn
     of_log = found._replace(fn=lambda x: fn(jnp.exp(x)))
-    if logs is None or not np.isfinite(recognition.at(of_log.fn, np.linspace(-3, 3, 64))).all():
+    if logs is None or not np.isfinite(at(of_log.fn, np.linspace(-3, 3, 64))).all():
         x = propagator.moments(found.source).sequence()
     else:  # all but such as log(1 - p)
         found, x = of_log, logs.sequence()
@@ -37,7 +36,7 @@ def _univariate(propagator: Propagator, node: Node) -> Moments | None:
 
     def compute() -> tuple[Any, ...]:
         mean, cov = x.moments
-        if isinstance(transform, Pieces):
+        if name == "linear":
             gain = jnp.full((1, mean.shape[1]), transform.slopes[0], mean.dtype)
             out, cov = mean * gain + jnp.asarray(transform.value, mean.dtype), cov.rescale(gain)
         else:
@@ -49,10 +48,10 @@ def _univariate(propagator: Propagator, node: Node) -> Moments | None:
     return x.made(compute, node.shape)
 
 
-def recognised(found: Univariate, node: Node) -> tuple[str, Formula, str]:
+def recognised(found: Univariate, node: Node) -> tuple[str, Any, str]:
     """The name of the function by which `node` is made, its transform, and what this assumes.
 
-    The transform of a linear function is its only piece.
+    The transform of a linear function is its only piece, `Pieces`.
     """
     name, transform, assumes = recognition.recognised(found.fn, found.source.dtype)
     if transform is None:
@@ -83,7 +82,7 @@ def _feed_forward(propagator: Propagator, node: Node) -> Moments | None:
         if output.layer.kernel.shape[1] != d or width < d:
             continue
         name, transform, _ = recognised(found, value)
-        if isinstance(transform, Pieces):
+        if name == "linear":
             continue
         params = FeedForwardParams(hidden.layer, DenseParams(output.layer.kernel))
         compute = functools.partial(_computed, rule, x, params, transform)

@@ -20,7 +20,7 @@ from jax import Array
 
 from moment_jax.expectations import ElementwiseMoments
 from moment_jax.expectations.activations import Formula
-from moment_jax.expectations.recognition import Pieces
+from moment_jax.expectations.quadrature import at
 from moment_jax.layers.rules import ScoreNoise
 from moment_jax.propagation import arrays, primitives, regions
 from moment_jax.propagation.arrays import InWeights, Places
@@ -189,9 +189,10 @@ def _read(propagator: Propagator, weights: Node) -> Scores | tuple[Node, str]:
         found = _cap(path)
         if isinstance(found, str):
             return path.node, found
-        below, cap = found
+        path, below, cap = found
         below = _down(below)
-        if below.shifts or below.choices or not is_product(below.node):
+        fits = not (below.shifts or below.choices or any(f.random for f in below.factors))
+        if not fits or not is_product(below.node):
             return below.node, f"`{below.node.op}` below the cap of its scores"
     others = [f for choice in path.choices for shift in choice.other for f in shift]
     seen = not all(_hides(choice.other) for choice in path.choices)
@@ -313,25 +314,27 @@ def _without_shift(node: Node, axis: int) -> Node:
     return node
 
 
-def _cap(path: Path) -> tuple[Path, Formula] | str:
-    """The path below a function of each score by itself, and that function's moments; or what is odd."""
+def _cap(path: Path) -> tuple[Path, Path, Formula] | str:
+    """The path, that below a function of each score, and this function's moments; or what is odd."""
     found = regions.univariate(path.node)
     if found is None or not _products(found.source, through_exp=False):
         return f"`{path.node.op}` between its scores and its weights"
     name, transform, _ = recognised(found, path.node)
-    if name == "steps" or isinstance(transform, Pieces):
+    if name in ("steps", "linear"):
         return f"`{path.node.op}`, by which its scores jump, before its weights"
-    if path.shifts or any(f.random or f.of.size > 1 for f in path.factors):
-        return f"`{path.node.op}` of its scores, shifted or scaled by more than one number"
-    factor = math.prod(f.number for f in path.factors)
+    if any(f.random or f.of.size > 1 for f in path.factors):
+        return f"`{path.node.op}` of its scores, scaled by more than one number"
+    factor, at_zero = math.prod(f.number for f in path.factors), float(at(found.fn, np.zeros(1))[0])
+    if at_zero:  # beside other numbers it counts
+        shift = *path.factors, path.certain(np.float32(at_zero))
+        path = replace(path, shifts=(*path.shifts, shift))
 
     def scaled(mean: Array, variance: Array) -> ElementwiseMoments:
         of = transform(mean, variance)
-        return ElementwiseMoments(
-            factor * of.mean, factor**2 * of.variance, factor * of.gain, factor * of.second
-        )
+        out, by_slope = factor * (of.mean - at_zero), factor * of.gain
+        return ElementwiseMoments(out, factor**2 * of.variance, by_slope, factor * of.second)
 
-    return Path(path.propagator, found.source, path.places), scaled
+    return path, Path(path.propagator, found.source, path.places), scaled
 
 
 def _products(node: Node, *, through_exp: bool = True) -> list[Node]:

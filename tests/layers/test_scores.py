@@ -41,8 +41,8 @@ def attend(cov, mask=None, order=2, params=PARAMS, **scores):
 def network(kernels, x=MEAN, scale=SCALE, bias=BIAS, function=cap):
     """The layer of arrays: (kernel, bias) of query, key, value and output."""
     q, k, v = ((x @ w + b[None]).reshape(len(x), H, -1).swapaxes(0, 1) for w, b in kernels[:3])
-    scores = scale * (q @ k.swapaxes(1, 2)) / q.shape[2] ** 0.5 + bias
-    mixed = jax.nn.softmax(function(scores), axis=-1) @ v
+    scores = function(scale * (q @ k.swapaxes(1, 2)) / q.shape[2] ** 0.5) + bias
+    mixed = jax.nn.softmax(scores, axis=-1) @ v
     return mixed.swapaxes(0, 1).reshape(x.shape) @ kernels[3][0] + kernels[3][1][None]
 
 
@@ -85,6 +85,10 @@ def test_special_cases_agree(structure):
             "a cap that does not bend": (attend(cov, cap=identity), plain),
             "one row of a mask for all queries": (attend(cov, mask[:1]), attend(cov, mask)),
             "a bias of -inf": (attend(cov, bias=hidden), attend(cov, mask)),
+            "a bias of -inf after a cap": (
+                attend(cov, bias=hidden, cap=expectations.of(cap)),
+                attend(cov, mask, cap=expectations.of(cap)),
+            ),
             "a scale of queries": (
                 attend(cov, scale=SCALE[:, :, :1]),
                 attend(cov, scale=jnp.broadcast_to(SCALE[:, :, :1], SCALE.shape)),

@@ -58,6 +58,13 @@ SCORES = {  # what is done to the scores, and the certain array that it needs
     "turned": (lambda p, z, c: c[None] - z, AWAY / 2),
     "a cap": (lambda p, z, c: c * jnp.tanh(z / 2), 1.5),
     "a cap, then a mask": (lambda p, z, c: jnp.where(CAUSAL[None], 2 * jnp.tanh(z / 2), -1e9), None),
+    "a cap, then a mask as a bias": (
+        lambda p, z, c: jax.nn.softplus(z / 2) + jnp.where(c[None], 0, -1e9), CAUSAL,
+    ),
+    "a cap, then where -3": (lambda p, z, c: jnp.where(c[None], jax.nn.softplus(z), -3.0), CAUSAL),
+    "a cap, then random slopes": (
+        lambda p, z, c: 2 * jnp.tanh(z / 2) - p["slopes"][:, None, None] * AWAY, None,
+    ),
     "a clip": (lambda p, z, c: jnp.clip(z, -1, 1), None),
     "a random table": (lambda p, z, c: z / 2 + p["table"][:, BUCKETS], None),
     "random slopes, a mask": (
