@@ -87,7 +87,7 @@ def convnext_of_patches(image):
     return dense(3, (x + weight(D) * mlp(norm(x))).mean(1))
 
 
-@network(IMAGE)
+@network(IMAGE, refused="conv_general_dilated")
 def convnext(image):
     """Depthwise convolutions that overlap."""
     x = norm(nn.Conv(D, (2, 2), (2, 2), padding="VALID")(image))
