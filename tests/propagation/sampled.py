@@ -1,4 +1,4 @@
-"""A pass beside its network, and beside sampled networks."""
+"""A pass beside its network, and beside sampled networks; or refused, with a way out."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+import pytest
 
+import moment_jax as mj
 from moment_jax.posterior import Posterior
 
 
@@ -40,3 +42,13 @@ def beside_sampled(model, network, inputs, draws: int, output=lambda out: out) -
     ratio, shift = np.asarray(noisy.sd) / sd, np.abs(np.asarray(noisy.mean) - mean) / sd
     figures = off, ratio.mean(), np.abs(ratio - 1).mean(), shift.mean()
     return Figures(*map(float, figures))
+
+
+def assert_refused(model, inputs, words: str) -> None:
+    """The message has these words, and the way out that it names runs."""
+    with pytest.raises(mj.PropagationError, match=words) as stop:
+        model.explain(*inputs)
+    assert "mj.Bayesian(network, linearised=True)" in str(stop.value)
+    moments = model.replace(linearised=True)(*inputs)
+    assert np.isfinite(np.asarray(moments.mean)).all()
+    assert (np.isfinite(np.asarray(moments.sd)) & (np.asarray(moments.sd) > 0)).all()

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 import moment_jax as mj
-from tests.propagation.sampled import beside_sampled
+from tests.propagation.sampled import assert_refused, beside_sampled
 from tests.propagation.zoo import ZOO
 
 
@@ -23,8 +23,7 @@ def test_a_public_network(name):
     case = ZOO[name]
     model = case.model()
     if case.refused is not None:
-        with pytest.raises(mj.PropagationError, match=case.refused):
-            model.explain(*case.inputs)
+        assert_refused(model, case.inputs, case.refused)
         return
     figures = beside_sampled(model, case.network(), case.inputs, 1000, case.output)
     assert figures.off < 1e-5

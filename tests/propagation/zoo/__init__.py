@@ -1,4 +1,4 @@
-"""Thirty-seven public architectures, tiny and by their idea, as users of Flax write them.
+"""Thirty-six public architectures, tiny and by their idea, as users of Flax write them.
 
 Each is a function of its inputs that makes its layers where it calls them, in a compact linen module.
 """

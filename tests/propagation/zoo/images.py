@@ -50,16 +50,6 @@ def in_windows(x, shift, **options):
     return jnp.roll(jnp.swapaxes(y, 2, 3).reshape(x.shape), (shift, shift), (1, 2))
 
 
-@network()
-def swin_without_bias(x):
-    """Windows of a sequence, then moved by half."""
-    x = dense(D, x)
-    for shift in (0, 2):
-        y = jnp.roll(norm(x), -shift, 1).reshape(-1, 4, D)
-        x = x + jnp.roll(attention(y).reshape(x.shape), shift, 1)
-    return dense(3, x.mean(1))
-
-
 @network(IMAGE)
 def swin(image):
     """Windows of an image with a table of relative biases; a mask of -100 where they are moved."""
@@ -87,7 +77,7 @@ def convnext_of_patches(image):
     return dense(3, (x + weight(D) * mlp(norm(x))).mean(1))
 
 
-@network(IMAGE)
+@network(IMAGE, refused="conv_general_dilated")
 def convnext(image):
     """Depthwise convolutions that overlap."""
     x = norm(nn.Conv(D, (2, 2), (2, 2), padding="VALID")(image))

@@ -80,7 +80,7 @@ def decision_transformer(returns, states, actions):
     return jnp.tanh(dense(2, norm(x)[:, -2]))
 
 
-@network(REAL, EDGES)
+@network(REAL, EDGES, refused="`dot_general`")
 def graph_attention(x, edges):
     """The scores are sums of a part of each end, under a leaky ReLU; the graph is an input."""
     x = heads(dense(D, x))
@@ -91,7 +91,7 @@ def graph_attention(x, edges):
     return dense(3, nn.elu(x).mean(1))
 
 
-@network()
+@network(refused="`scatter-add`")
 def message_passing(x):
     """Messages along a ring of nodes are summed where they arrive."""
     x = dense(D, x)
@@ -102,7 +102,7 @@ def message_passing(x):
     return dense(3, x.mean(1))
 
 
-@network()
+@network(refused="`dot_general`")
 def soft_moe(x):
     """Experts work on mixtures of tokens."""
     x = dense(D, x)
@@ -114,7 +114,7 @@ def soft_moe(x):
     return dense(3, (x + jnp.einsum("bepd,btep->btd", out, combine)).mean(1))
 
 
-@network()
+@network(refused="`eq`")
 def top_1_experts(x):
     """The expert with the largest probability, times it."""
     x = dense(D, x)
@@ -147,7 +147,7 @@ def hypernetwork(x):
     return dense(3, jnp.tanh(jnp.einsum("bti,bio->bto", x, kernel)).mean(1))
 
 
-@network()
+@network(refused="both use the same weights")
 def tasks_that_share_a_head(x):
     """Three tasks, each with a vector of its own before one head."""
     x, head, task = block(dense(D, x)).mean(1), nn.Dense(2), weight(3, D)

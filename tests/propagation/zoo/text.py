@@ -75,7 +75,10 @@ def t5_block(x):
 
 @network(IDS, VALID)
 def t5_encoder(ids, mask):
-    """Two layers share one table of biases, by buckets of distances; scores have no scale."""
+    """Two layers share one table of biases, by buckets of distances; scores have no scale.
+
+    Read at its mean; at every token sds are off by .08.
+    """
     x = nn.Embed(11, D)(ids)
     bucket = jnp.where(APART < 0, 4, 0) + jnp.minimum(jnp.abs(APART), 3)
     bias = jnp.transpose(nn.Embed(8, H)(bucket), (2, 0, 1))[None]
@@ -84,7 +87,7 @@ def t5_encoder(ids, mask):
         q, k, v = (heads(dense(D, rms(x), use_bias=False)) for _ in "qkv")
         x = x + dense(D, attend(q, k, v, bias=bias, scale=0.5), use_bias=False)
         x = x + mlp(rms(x), nn.relu)
-    return rms(x)
+    return rms(x).mean(1)
 
 
 @network()
@@ -96,7 +99,7 @@ def longformer(x):
     return dense(3, x[:, 0])
 
 
-@network()
+@network(refused="`real`")
 def fnet(x):
     """Random Fourier features; tokens are mixed by a Fourier transform."""
     frequencies = np.random.default_rng(3).normal(size=(6, 12)).astype(np.float32)
@@ -160,7 +163,7 @@ def gemma3(ids):
     return dense(3, rms(x)[:, -1])
 
 
-@network()
+@network(refused="both use the same weights")
 def deepseek_mla(x):
     """Keys and values of one latent; a rotary key that the heads share."""
     x = dense(D, x)
@@ -174,7 +177,7 @@ def deepseek_mla(x):
     return dense(3, x.mean(1))
 
 
-@network()
+@network(refused="both use the same weights")
 def differential_attention(x):
     """The difference of two attentions to the same values."""
     x = dense(D, x)
