@@ -11,6 +11,7 @@ import moment_jax as mj
 from moment_jax import expectations
 from moment_jax.layers.rules import ScoreNoise
 from moment_jax.layers.sublayers import attention_with_carry
+from moment_jax.xla import materialized_inputs
 
 
 class Given(NamedTuple):
@@ -30,6 +31,7 @@ def _softmax(mean, cov, given):
     return mj.softmax(mean, cov, mask=mask, order=given.order)
 
 
+@materialized_inputs  # as by the public transforms that call it
 def _bent_scores(mean, cov, given):
     """Attention with a scale, a bias, a random table and a cap of its scores."""
     t, dtype = len(mean), mean.dtype

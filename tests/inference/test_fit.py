@@ -187,7 +187,7 @@ OWN = {"network": mj.Bayesian(linear(), GAUSSIAN)}
         (
             {"likelihood": CATEGORICAL},
             ValueError,
-            r"integer targets of shape \(120,\) from 0.*unique",
+            r"integer targets of shape \(120,\) from 0.*uniq",
         ),
         ({"data": (X, LABELS[:, None]), "likelihood": CATEGORICAL}, ValueError, r"\[..., 0\]"),
         ({"data": (X, np.eye(3)[LABELS]), "likelihood": CATEGORICAL}, ValueError, "argmax"),
@@ -212,18 +212,14 @@ OWN = {"network": mj.Bayesian(linear(), GAUSSIAN)}
         ({"network": np.tanh}, TypeError, "Flax module"),
         ({"network": None}, TypeError, "Flax module. Got NoneType"),
         (
-            {"network": nnx.Dropout(0.1, deterministic=True), "data": (X, X)},
+            {"network": nnx.Dropout(0, deterministic=True), "data": (X, X)},
             ValueError,
-            "with parameters. Got",
+            "with parameters",
         ),
         ({**OWN, "structure": mj.Full}, ValueError, "as it is.*Got batch_axes=1, structure"),
         ({**OWN, "likelihood": CATEGORICAL}, ValueError, "own likelihood"),
         ({**OWN, "likelihood": mj.Gaussian(1.0)}, ValueError, "own likelihood"),
-        (
-            {"network": mj.Bayesian(linear(), GAUSSIAN, batch_axes=2), "data": (X, X[:, 0])},
-            ValueError,
-            "Got batch_axes=2",
-        ),
+        ({"network": mj.Bayesian(linear(), GAUSSIAN, batch_axes=2)}, ValueError, "batch_axes=2"),
     ],
 )
 def test_bad_input(change, error, words):

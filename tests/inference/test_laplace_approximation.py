@@ -156,12 +156,9 @@ def test_the_curvature_is_the_exact_gauss_newton_matrix_of_every_array(name):
     blocks, shape = blocks_of(model, x, likelihood)
     targets = jnp.zeros(shape[:-1], int) if likelihood is Categorical else jnp.zeros(shape)
     likelihood = Gaussian(1.0) if likelihood is Gaussian else likelihood()
+    options = {"prior_precision": 0.5, "batch_size": 5}
     diagonal, factored = (
-        flat(
-            laplace(
-                model, likelihood, (x, targets), prior_precision=0.5, kind=kind, batch_size=5
-            ).beliefs
-        )
+        flat(laplace(model, likelihood, (x, targets), kind=kind, **options).beliefs)
         for kind in ("diagonal", "kfac")
     )
     assert set(blocks) == set(diagonal)
@@ -363,15 +360,13 @@ def training():
     """Models in training mode, and what they do; one of each kind of layer, and scanned."""
     rngs = nnx.Rngs(0, dropout=1)
     norms = nnx.split_rngs(splits=2)(nnx.vmap(lambda r: nnx.BatchNorm(3, rngs=r)))(rngs)
+
+    def of_two(first):
+        return Of(lambda n, x: n.a(n.b(x)), a=linear(), b=first)
+
     return {
-        "dropout": (
-            Of(lambda n, x: n.a(n.b(x)), a=linear(), b=nnx.Dropout(0.5, rngs=rngs)),
-            "random",
-        ),
-        "norm": (
-            Of(lambda n, x: n.a(n.b(x)), a=linear(), b=nnx.BatchNorm(3, rngs=rngs)),
-            "statistics",
-        ),
+        "dropout": (of_two(nnx.Dropout(0.5, rngs=rngs)), "random"),
+        "norm": (of_two(nnx.BatchNorm(3, rngs=rngs)), "statistics"),
         "scanned": (Of(scanned, layers=norms, norm=linear(3), last=linear()), "statistics"),
         "bridged": (Of(lambda n, x: n.a(x)[:, :1], a=bridged(True)), "random"),
     }

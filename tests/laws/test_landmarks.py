@@ -108,12 +108,6 @@ def test_padding_has_no_influence():
 
 
 @pytest.mark.slow
-def test_a_batch_is_a_loop():
-    many = jax.jit(jax.vmap(moments, (0, None)))(jnp.stack([OTHER, MEAN]), VALID)
-    jax.tree.map(lambda each, one: assert_close(each[0], one), many, moments(OTHER, VALID))
-
-
-@pytest.mark.slow
 def test_gradient_of_attention():
     """Whose formulas are those with Gram matrices at landmarks."""
 

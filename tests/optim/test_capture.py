@@ -238,10 +238,7 @@ P, Q = jax.nn.softmax(LOGITS), jax.nn.sigmoid(LOGITS)
     ("prediction", "exact"),
     [
         (optim.CategoricalPrediction, np.diag(P) - np.outer(P, P)),
-        (
-            lambda f: optim.CategoricalPrediction(jnp.stack([0 * f, f], axis=-1)),
-            np.diag(Q * (1 - Q)),
-        ),
+        (lambda f: optim.CategoricalPrediction(jnp.stack([0 * f, f], axis=-1)), np.diag(Q - Q**2)),
         (lambda f: optim.NormalPrediction(f, 0.5), 4 * np.eye(3)),
     ],
     ids=["categorical", "bernoulli", "normal"],

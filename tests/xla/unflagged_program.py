@@ -24,17 +24,6 @@ from tests.transforms import LAYERS, Given
 X = jax.random.normal(jax.random.key(0), (64, 64))
 STRUCTURES = {of.__name__: of for of in ALL_STRUCTURES}
 HEADS = {"num_heads": 2}
-# Blocks, and transforms like these, would compile for minutes; `faulty_products` checks them.
-COMPILED = [
-    "dense",
-    "matmul",
-    "softmax",
-    "gelu",
-    "layer_norm",
-    "mean_pool",
-    "embedding",
-    "attention",
-]
 
 
 @functools.cache
@@ -157,22 +146,11 @@ def ways_in():
     }
 
 
-def every_transform(of):
-    """Errors of the transforms; fusions have at least 4,096 numbers, in `Full` (T, O, T, O)."""
-    x = X[:8, :8] if of is mj.Full else X
-
-    def wrong(transform):
-        return of_arguments(lambda x, p: sums(transform(x, p)), x, lambda: parameters(of, x.shape))
-
-    return {name: wrong(transforms(of)[name]) for name in COMPILED}
-
-
 GROUPS = {
     "plain": lambda: plain(lambda x: x),
     "materialized": lambda: plain(materialized),
     "ways in": ways_in,
     "hessian": lambda: {s.__name__: second_derivative(s) for s in (mj.Diagonal, mj.Separable)},
-    **{name: functools.partial(every_transform, of) for name, of in STRUCTURES.items()},
 }
 
 if __name__ == "__main__":
