@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 from jax.scipy.special import erf, erfc
 
-from moment_jax.covariance.numerics import safe_divide
+from moment_jax.covariance.numerics import nonnegative, safe_divide
 from moment_jax.xla import materialized
 
 Pair = tuple[Array, Array]
@@ -246,7 +246,7 @@ def gelu(mean: Array, variance: Array) -> ElementwiseMoments:
 
 @jax.custom_jvp
 def _gelu(mean: Array, variance: Array) -> ElementwiseMoments:
-    v = _positive(variance, variance)
+    v = nonnegative(variance)
     f = _gelu_derivatives(mean, v, 3)
     spread = v * (f[1] ** 2 + 0.5 * v * (f[2] ** 2 + v / 3 * f[3] ** 2))
     return ElementwiseMoments(f[0], spread, f[1], 0.5**0.5 * v * f[2])
@@ -256,8 +256,8 @@ def _gelu(mean: Array, variance: Array) -> ElementwiseMoments:
 def _gelu_jvp(primals: Pair, tangents: Pair) -> tuple[ElementwiseMoments, ElementwiseMoments]:
     """By Price's theorem dE[f^(k)] is E[f^(k+1)] dm + E[f^(k+2)] dv / 2: a gradient stores little."""
     mean, variance = primals
-    change, v = tangents[0], _positive(variance, variance)
-    half = 0.5 * _positive(variance, tangents[1])
+    change, v = tangents[0], nonnegative(variance)
+    half = 0.5 * jnp.where(variance < 0, 0, tangents[1])
     _, f1, f2, f3, f4, f5 = _gelu_derivatives(mean, v, 5)
     by_mean = 2 * v * (f1 * f2 + 0.5 * v * (f2 * f3 + v / 3 * f3 * f4))
     by_half = 2 * (f1**2 + v * (f1 * f3 + f2**2 + 0.5 * v * (f2 * f4 + f3**2 + v / 3 * f3 * f5)))
@@ -268,11 +268,6 @@ def _gelu_jvp(primals: Pair, tangents: Pair) -> tuple[ElementwiseMoments, Elemen
         f2 * change + f3 * half,
         0.5**0.5 * (v * f3 * change + (2 * f2 + v * f4) * half),
     )
-
-
-def _positive(variance: Array, array: Array) -> Array:
-    """The array, and 0 below a variance of 0; at 0 the full derivative, unlike a maximum."""
-    return jnp.where(variance < 0, 0, array)
 
 
 def _gelu_derivatives(mean: Array, v: Array, count: int) -> list[Array]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -14,8 +15,7 @@ from moment_jax.expectations.activations import ElementwiseMoments, Pair, evalua
 from moment_jax.xla import inlined
 
 ScalarFunction = Callable[[Array], Array]
-# (point x, constant) -> any pytree of scalars.
-_Integrand = Callable[[Array, Array], Any]
+_Integrand = Callable[[Array, Array], Array]  # of a point x and a constant
 
 # Up to this variance E[g^(k)] is the quadrature of g^(k). Beyond it, of g times a Hermite polynomial,
 # which is far more accurate for wide Gaussians but divides rounding errors by s^k.
@@ -85,14 +85,14 @@ def _moments(
     fn: ScalarFunction, num_nodes: int, mean: Array, variance: Array
 ) -> ElementwiseMoments:
     variance = nonnegative(variance)
-    pivot = jax.lax.stop_gradient(_over_array(fn, mean.ndim)(mean))
+    pivot = jax.lax.stop_gradient(jnp.vectorize(fn)(mean))
     at = num_nodes, mean, variance, pivot
     offset, gain, curvature = _mean_derivatives(lambda x, c: fn(x) - c, 2, *at)
     first, second = jnp.sqrt(variance) * gain, 0.5**0.5 * variance * curvature
 
     def rest_squared(z: Array, x: Array) -> Array:
         hermite = first * z + second * (0.5**0.5 * (z * z - 1.0))
-        return (_over_array(fn, x.ndim)(x) - pivot - offset - hermite) ** 2
+        return (jnp.vectorize(fn)(x) - pivot - offset - hermite) ** 2
 
     rest = _weighted_sum(rest_squared, num_nodes, mean, variance)
     rest = jnp.where(variance > 0.0, rest, 0.0)  # exactly 0 at zero variance
@@ -119,31 +119,26 @@ def _differentiated_as_jvp(primals: Pair, tangents: Pair) -> Pair:
 def _mean_derivatives(
     integrand: _Integrand, highest: int, num_nodes: int, mean: Array, variance: Array,
     constant: Array,
-) -> list[Any]:  # fmt: skip
-    """E[g^(k)(x)] for k = 0 .. highest, g = integrand(., constant): pytrees of arrays like mean."""
-    narrow, ndim = variance < _NARROW, mean.ndim
+) -> list[Array]:  # fmt: skip
+    """E[g^(k)(x)] for k = 0 .. highest, g = integrand(., constant)."""
+    narrow = variance < _NARROW
     scale = jnp.sqrt(jnp.where(narrow, 1.0, variance))
-    centre = _over_array(integrand, ndim)(mean, constant)
+    centre = jnp.vectorize(integrand)(mean, constant)
 
-    def terms(z: Array, x: Array) -> list[Any]:
-        def all_derivatives(y: Array, c: Array) -> list[Any]:
-            found = [lambda u: integrand(u, c)]
-            for _ in range(highest):
-                found.append(_derivative(found[-1]))
-            return [fn(y) for fn in found]
+    @jnp.vectorize
+    def all_derivatives(y: Array, c: Array) -> tuple[Array, ...]:
+        found = [lambda u: integrand(u, c)]
+        for _ in range(highest):
+            found.append(_derivative(found[-1]))
+        return tuple(fn(y) for fn in found)
 
-        g = _over_array(all_derivatives, ndim)(x, constant)
-        hermite = [jnp.ones_like(z), z]
+    def terms(z: Array, x: Array) -> list[Array]:
+        g, hermite = jax.tree.leaves(all_derivatives(x, constant)), [jnp.ones_like(z), z]
         for k in range(1, highest):
             hermite.append(z * hermite[k] - k * hermite[k - 1])
-
-        def choose(k: int) -> Any:
-            def one(gk: Array, g0: Array, at_mean: Array) -> Array:
-                return jnp.where(narrow, gk, hermite[k] * (g0 - at_mean) / scale**k)
-
-            return jax.tree.map(one, g[k], g[0], centre)
-
-        return [g[0]] + [choose(k) for k in range(1, highest + 1)]
+        by_value = [hermite[k] * (g[0] - centre) / scale**k for k in range(1, highest + 1)]
+        chosen = [jnp.where(narrow, a, b) for a, b in zip(g[1:], by_value, strict=True)]
+        return [g[0], *chosen]
 
     return _weighted_sum(terms, num_nodes, mean, variance)
 
@@ -151,17 +146,11 @@ def _mean_derivatives(
 @_mean_derivatives.defjvp
 def _mean_derivatives_jvp(
     integrand: _Integrand, highest: int, num_nodes: int, primals: tuple, tangents: tuple
-) -> tuple[list[Any], list[Any]]:
+) -> tuple[list[Array], list[Array]]:
     """Price's theorem: dE[g]/dm = E[g'] and dE[g]/dv = E[g''] / 2."""
     values = _mean_derivatives(integrand, highest + 2, num_nodes, *primals)
-    d_mean, d_variance = tangents[0], tangents[1]
-
-    def tangent(k: int) -> Any:
-        return jax.tree.map(
-            lambda a, b: a * d_mean + 0.5 * b * d_variance, values[k + 1], values[k + 2]
-        )
-
-    return values[: highest + 1], [tangent(k) for k in range(highest + 1)]
+    slopes = [a * tangents[0] + 0.5 * b * tangents[1] for a, b in pairwise(values[1:])]
+    return values[: highest + 1], slopes
 
 
 def _rule(num_nodes: int) -> tuple[np.ndarray, np.ndarray]:
@@ -233,12 +222,5 @@ def _weighted_sum(
     return jax.lax.scan(add, start, rule)[0]
 
 
-def _derivative(fn: Callable[[Array], Any]) -> Callable[[Array], Any]:
+def _derivative(fn: ScalarFunction) -> ScalarFunction:
     return lambda x: jax.jvp(fn, (x,), (jnp.ones_like(x),))[1]
-
-
-def _over_array(fn: Callable, ndim: int) -> Callable:
-    """Map a function of scalars over arrays with ndim axes."""
-    for _ in range(ndim):
-        fn = jax.vmap(fn)
-    return fn

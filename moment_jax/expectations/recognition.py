@@ -111,9 +111,10 @@ class _Read:
         outs = list(out) if eqn.primitive.multiple_results else [out]
         if not any(degrees):
             return [(x, 0) for x in outs]
+        name = "floor" if name in _SAME and not real else name  # to integers
         self.operations.add(name)
         degree, new = 2, []
-        if name in _STEPS or not real:
+        if name in _STEPS:
             degree, new = 0, outs
         elif name in _LINEAR:
             degree = max(degrees)

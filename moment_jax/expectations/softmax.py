@@ -54,7 +54,7 @@ def softmax_expansion(mean: Array, cov: Array, mask: Array | None = None) -> Sof
     Source: Transformer derivation, Prop. 3; Brownian motion in the Transformer, Eq. 7 (Ito's term).
     """
     mean, cov, keep = _checked_row("softmax_expansion", mean, cov, mask)
-    q = _mean(mean, cov, keep)
+    q = expected_softmax(jnp.where(keep, mean, 0.0), Rows(cov), keep, num_iterations=2)
     J, X = softmax_jacobian(q), expected_softmax_jacobian(q, cov)
     second = _hessian_term(q, cov, J)
     # The expected Hessian is smaller than the one at q, by about the squared gain of the Jacobian, and
@@ -84,10 +84,6 @@ def _quotient(x: Array, y: Array) -> Array:
     """X / y, and 1 where y is not positive or so small that the derivative's 1 / y^2 overflows."""
     positive = y > 2 * jnp.finfo(y.dtype).tiny ** 0.5
     return jnp.where(positive, x / jnp.where(positive, y, 1.0), 1.0)
-
-
-def _mean(mean: Array, cov: Array, keep: Array) -> Array:
-    return expected_softmax(jnp.where(keep, mean, 0.0), Rows(cov), keep, num_iterations=2)
 
 
 def softmax_jacobian(probabilities: Array) -> Array:

@@ -54,7 +54,12 @@ def embedding(
             "`embedding` needs token ids of shape (T,), integers, of at least one token. Got "
             f"{checks.described(ids)}. Use jnp.asarray; for a batch jax.vmap, or an nnx.Embed."
         )
-    check_known_ids("embedding", ids, table.shape[0])
+    known = known_values(ids)
+    if known is not None and (known.min() < 0 or known.max() >= table.shape[0]):
+        raise ValueError(
+            f"`embedding` needs token ids from 0 to {table.shape[0] - 1}, the rows of its table. Got "
+            f"{known.min()} to {known.max()}. Encode the text with the table's vocabulary."
+        )
     if not (isinstance(structure, type) and issubclass(structure, Covariance)):
         raise TypeError(
             f"`embedding` needs a covariance structure. Got {structure!r}. Use mj.Separable."
@@ -104,18 +109,6 @@ def sinusoidal_positions(
     angle = jnp.arange(num_tokens)[:, None] / wavelength[None, :]
     pairs = jnp.stack([jnp.sin(angle), jnp.cos(angle)], axis=-1)
     return pairs.reshape(num_tokens, num_features).astype(dtype)
-
-
-def check_known_ids(name: str, ids: Array, num_rows: int) -> None:
-    """Raise if ids, of any shape, are known and out of range."""
-    known = known_values(ids)
-    if known is None or known.size == 0:
-        return
-    if known.min() < 0 or known.max() >= num_rows:
-        raise ValueError(
-            f"`{name}` needs token ids from 0 to {num_rows - 1}, one for each row of its table. Got "
-            f"{known.min()} to {known.max()}. Encode the text with the table's vocabulary."
-        )
 
 
 @materialized_inputs

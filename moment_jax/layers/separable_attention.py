@@ -287,7 +287,7 @@ def _one_head(head: _Head, sequence: _Sequence, order: int, cap: Formula | None)
         A = z * A * z.T
     B, count = tg.factored(keys), tg.count_of(A)
     own, mask = tg.diagonal_of(A)[:, None], head.mask
-    alone = (sum(each.score_variance() for each in head.random),) if head.random else ()
+    alone: Any = [sum(each.score_variance() for each in head.random)] if head.random else []
     if order == 1:
         W = masked_softmax(S, mask)
     elif isinstance(keys, tg.TokenGram):  # two products, none with squares
@@ -390,7 +390,7 @@ class _Rows(NamedTuple):
     own: Array  # diag(A), (T, 1)
     spread: Array  # A_aa diag(B), (T, S), or zero
     keys: Any  # B, (S, S), in the form in which it multiplies
-    alone: tuple[Array, ...]  # variance by random biases, (T, S), read as independent; or nothing
+    alone: list[Array]  # variance by random biases, (T, S), read as independent; or nothing
 
     def variance(self) -> Array:
         return sum(self.alone, start=self.spread)

@@ -4,6 +4,7 @@ Each has a public function, and one that also returns how it carries covariances
 `rules`. They check what came; what they do with it is the rule of the structure.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -168,10 +169,10 @@ def attention_with_carry(
     if memory is not None:
         checks.check_moments("cross_attention's memory", source, source_cov)
         if type(source_cov) is not type(cov):
+            own, other = type(cov).__name__, type(source_cov).__name__
             raise TypeError(
-                f"`{name}` needs x and the memory in one structure. Got {type(cov).__name__} and "
-                f"{type(source_cov).__name__}. Use {type(cov).__name__}.project(cov.to_dense()), or "
-                "one structure for encoder and decoder."
+                f"`{name}` needs x and the memory in one structure. Got {own} and {other}. Use "
+                f"{own}.project(cov.to_dense()), or one structure for encoder and decoder."
             )
     checks.check_belief(name, "kernel", mean.shape[1], params.query.kernel)
     for projection in (params.key, params.value):
@@ -185,21 +186,20 @@ def attention_with_carry(
     if mask is not None:
         source_cov.check_mask(name, mask)
         mask = jnp.broadcast_to(mask, whole)
-    scale, bias = _of_scores(name, "scale", scale, whole), _of_scores(name, "bias", bias, whole)
+    of_scores = partial(_of_scores, name, whole)
     if bias is not None:  # a key of -inf is masked: its derivative would be NaN
+        bias = of_scores("bias", bias)
         keep = bias > -jnp.inf
-        mask, bias = keep if mask is None else mask & keep, jnp.where(keep, bias, 0)
+        bias, mask = jnp.where(keep, bias, 0), keep if mask is None else mask & keep
         mask = jnp.broadcast_to(mask, whole)
-    factors: Any = [_of_scores(name, "noise", each.factor, whole) for each in noise]
-    noise = tuple(each._replace(factor=f) for each, f in zip(noise, factors, strict=True))
+    scale = None if scale is None else of_scores("scale", scale)
+    noise = tuple(each._replace(factor=of_scores("noise", each.factor)) for each in noise)
     attending = Attending(num_heads, mask, order, turns, scale, bias, noise, cap)
     return rules_of(type(cov)).attention(mean, cov, memory, params, attending)
 
 
-def _of_scores(name: str, what: str, array: Array | None, whole: tuple[int, ...]) -> Array | None:
+def _of_scores(name: str, whole: tuple[int, ...], what: str, array: Array) -> Array:
     """An array for all scores as (H, T, S), where T and S may be 1."""
-    if array is None:
-        return None
     checks.check_array(f"{name}(..., {what}=)", array)
     shape = (1,) * (3 - array.ndim) + array.shape
     fits = all(n in (1, m) for n, m in zip(shape, whole, strict=False))
