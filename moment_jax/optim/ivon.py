@@ -89,13 +89,17 @@ def ivon(
 
     It minimises E[loss] + KL(belief || N(0, 1 / (ess weight_decay))) / ess, by one draw of the weights a
     step: gradients are those of the mean loss at the drawn weights, and the curvature is estimated by
-    the gradient times the draw's offset, so there are no second derivatives.
+    the gradient times the draw's offset, so there are no second derivatives. All parts of an accumulated
+    gradient have to be taken at one draw.
 
         drawn = mj.optim.ivon_draw(state, params, key)
         grads = jax.grad(loss)(drawn)
         updates, state = tx.update(grads, state, params, drawn=drawn)
 
     A too small `hess_init` or `ess` draws weights that are far off: the fit is then worse than Adam's.
+    Weights may be of half precision, draws are of single: an offset is often below a weight's rounding.
+    A layer that rounds its weights (`dtype=jnp.bfloat16`) does not see such an offset, and variances
+    below (weight / 500)^2 come out too large.
 
     Args:
       learning_rate: a number or a schedule; with `rescale_lr` as for gradient descent, .1 say.
@@ -142,8 +146,7 @@ def ivon_beliefs(state: Any, params: Any) -> Any:
       state: of an optimiser with one `ivon` in it, such as `nnx.Optimizer.opt_state`.
       params: the means, the pytree or `nnx.State` that is optimised.
     """
-    kept = jax.tree.leaves(nnx.as_pure(state), is_leaf=lambda x: isinstance(x, IvonState))
-    found = [x for x in kept if isinstance(x, IvonState)]
+    found = _found(state, IvonState)
     if len(found) != 1:
         raise ValueError(
             f"`ivon_beliefs` needs a state with one `ivon` in it. Got {len(found)}, in a "
@@ -158,9 +161,19 @@ def ivon_beliefs(state: Any, params: Any) -> Any:
 
 
 def ivon_draw(state: Any, params: Any, key: Array) -> Any:
-    """The weights at which to take the next gradient, one draw of `ivon_beliefs`, a tree like params."""
+    """The weights at which to take the next gradient, one draw of `ivon_beliefs`, a tree like params.
+
+    Its arrays are of single precision at least.
+    """
+    if any(_found(x.inner_opt_state, IvonState) for x in _found(state, optax.MultiStepsState)):
+        raise ValueError(
+            "`ivon` needs all parts of a gradient at one draw: of k draws variances are k times too "
+            "large. Got the state of optax.MultiSteps, which averages gradients of several draws. "
+            "Draw once, average the gradients of all parts at it, and call update once."
+        )
+    wide = jax.tree.map(lambda x: x.astype(_wide(x)), params)
     beliefs, form = jax.tree.flatten(
-        ivon_beliefs(state, params), is_leaf=lambda x: isinstance(x, Factorized)
+        ivon_beliefs(state, wide), is_leaf=lambda x: isinstance(x, Factorized)
     )
     # Small arrays share one call of the generator: its overhead is that of some thousand numbers.
     small = [i for i, belief in enumerate(beliefs) if belief.mean.size <= SMALL]
@@ -173,6 +186,12 @@ def ivon_draw(state: Any, params: Any, key: Array) -> Any:
         drawn[i] = mean + sd * noise[first:last].reshape(mean.shape).astype(mean.dtype)
     # Stored, or XLA for CPU draws a bias anew for every token that it is added to.
     return materialized(jax.tree.unflatten(form, drawn))
+
+
+def _found(state: Any, kind: Any) -> list[Any]:
+    """All states of this kind in the state of an optimiser."""
+    kept = jax.tree.leaves(nnx.as_pure(state), is_leaf=lambda x: isinstance(x, kind))
+    return [x for x in kept if isinstance(x, kind)]
 
 
 def _wide(x: Array) -> Any:

@@ -92,13 +92,15 @@ def test_a_module_compiled_is_its_tree_and_its_belief_a_model():
     assert bayesian(x).sd.shape == (4, 2)
 
 
-def test_half_precision_keeps_its_state_in_single():
-    params = jnp.ones(4, jnp.bfloat16)
-    tx = optim.ivon(0.1, ESS)
+def test_variances_below_the_rounding_of_half_precision_are_right():
+    params = jnp.ones((3, 1000), jnp.bfloat16) * TARGET[:, None].astype(jnp.bfloat16)
+    tx = optim.ivon(0.1, 1e6, beta2=0.99, weight_decay=0.0, hess_init=2.0)
     drawn = optim.ivon_draw(tx.init(params), params, jax.random.key(0))
-    updates, state = tx.update(params, tx.init(params), params, drawn=drawn)
-    assert drawn.dtype == updates.dtype == jnp.bfloat16
-    assert state[0].hessian.dtype == state[0].momentum.dtype == jnp.float32
+    updates, state = tx.update(drawn, tx.init(params), params, drawn=drawn)
+    assert drawn.dtype == state[0].hessian.dtype == state[0].momentum.dtype == jnp.float32
+    assert updates.dtype == jnp.bfloat16
+    found = run(tx, params, 1500).variance.astype(float).mean(1)
+    np.testing.assert_allclose(found[1:], 1e-6 / CURVATURE[1:], rtol=0.04)
 
 
 def test_errors():
@@ -106,6 +108,9 @@ def test_errors():
     tx = optim.ivon(0.1, ESS)
     with pytest.raises(ValueError, match=r"Got no drawn. Draw them by mj.optim.ivon_draw"):
         tx.update(params, tx.init(params), params)
+    several = optax.MultiSteps(tx, 2).init(params)
+    with pytest.raises(ValueError, match=r"at one draw.*Got .*MultiSteps.*call update once"):
+        optim.ivon_draw(several, params, jax.random.key(0))
     with pytest.raises(ValueError, match="needs positive ess"):
         optim.ivon(0.1, 0)
     with pytest.raises(ValueError, match=r"a state with one `ivon` in it. Got 0"):
