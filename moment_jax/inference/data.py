@@ -105,7 +105,26 @@ def _input(check: Any, x: np.ndarray, dtype: Any) -> np.ndarray:
     if x.dtype.kind in "iu" and x.dtype.itemsize == 8:
         new = x.astype(np.int32)
         check((new == x).all(), "integers of 32 bits", f"{x.min()} to {x.max()}" if x.size else "")
+    _kept(check, "inputs", x, dtype)
     return new
+
+
+def _kept(check: Any, what: str, x: np.ndarray, dtype: Any) -> None:
+    """Raise if rounding to this precision changes a column (..., D) beside its own spread."""
+    if x.dtype == dtype or x.dtype.itemsize < 4 or not x.size:
+        return
+    columns = x.reshape(-1, x.shape[-1] if x.ndim > 1 else 1).astype(np.float64)
+    lost, size = (np.abs(y).max(axis=0) for y in (columns.astype(dtype) - columns, columns))
+    sd = columns.std(axis=0)
+    odd = np.flatnonzero((lost > 0.005 * sd) & (sd > 1e-12 * size))
+    if odd.size:
+        mean, spread = columns[:, odd[0]].mean(), sd[odd[0]]
+        check(
+            False,
+            f"{what} that {np.dtype(dtype)} holds to a hundredth of their standard deviation",
+            f"a column {odd[0]} of mean {mean:.9g} and standard deviation {spread:.3g}",
+            f"Subtract its mean in float64, here and from all {what} to come.",
+        )
 
 
 def _targets(
@@ -133,4 +152,6 @@ def _targets(
         came,
         f"The outputs are of shape {outputs}. {CLASSES if classes else mend}",
     )
+    if real:
+        _kept(check, "targets", y, dtype)
     return y.astype(np.int32 if classes else np.float64)

@@ -190,6 +190,9 @@ OWN = {"network": mj.Bayesian(linear(), GAUSSIAN)}
         ({"data": (X * np.inf, np.ones(120))}, ValueError, "finite inputs, in float32"),
         ({"data": (X * 1e300, np.ones(120))}, ValueError, "finite inputs, in float32"),
         ({"data": (X, 1e300 * X[:, 0])}, ValueError, "finite in float32"),
+        ({"data": (X + 1e9, X[:, 0])}, ValueError, "inputs that float32 holds.*0 of mean 1e.09"),
+        ({"data": ((60 * X + 1.7e9).astype(int), X[:, 0])}, ValueError, "holds.*Subtract its mean"),
+        ({"data": (X, X[:, 0] + 2.5e6)}, ValueError, "targets that float32 holds.*Got a column 0"),
         ({"data": (X.astype(str), X)}, TypeError, "inputs of numbers"),
         ({"data": (2**40 + np.arange(120), X[:, 0])}, ValueError, "integers of 32 bits"),
         (
