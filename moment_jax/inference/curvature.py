@@ -15,6 +15,7 @@ from jax import Array
 
 from moment_jax.covariance import Full, Moments
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
+from moment_jax.propagation.derivatives import check_derivatives
 
 Frame = tuple[nnx.State, nnx.State]  # the random weights, and the rest of the model's state
 Arrays = dict[str, Any]  # by path; of bases: (U, W), None for the entries, () before they are known
@@ -54,6 +55,12 @@ class Curvature:
     shapes: tuple[tuple[str, tuple[int, int]], ...]  # every array as a matrix (in, out), by path
     rows: int  # of the Jacobian at once, of all examples together
     count: int  # outputs of one example
+
+    def check(self, caller: str, frame: Frame, inputs: Any) -> None:
+        """Raise if the network's derivatives are not those of its values."""
+        one = jax.tree.map(lambda x: x[0], inputs)
+        closed = jax.make_jaxpr(lambda weights: self._of_one((weights, frame[1]), one))(frame[0])
+        check_derivatives(caller, closed, jax.tree.leaves(frame[0]))
 
     @partial(jax.jit, static_argnums=0)
     def outputs(self, frame: Frame, _: Array, inputs: Any) -> Array:

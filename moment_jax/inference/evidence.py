@@ -130,6 +130,8 @@ class Evidence:
         noise are re-estimated. `tell` is told the number of steps made and the mean log evidence.
         """
         first = self.network.weights[...]
+        curvature, frame = self.curvature(first)
+        curvature.check("fit", frame, self.inputs)
         training, _ = self._begun(first, rate, steps)
         starts = jnp.stack([first, *self._others(members - 1, seed)])
         states = jax.vmap(lambda weights: self._begun(weights, rate, steps)[1])(starts)
@@ -222,11 +224,15 @@ class Evidence:
 
     def _batches(self, name: str, weights: np.ndarray) -> Iterator[Any]:
         """What this method of `Curvature` gives for one batch of examples after the other."""
-        split: Any = nnx.split(self._at(jnp.asarray(weights)), FLOATING, ...)
+        of, frame = self.curvature(jnp.asarray(weights))
+        return of.batches(getattr(of, name), frame, self.inputs, max(1, of.rows // of.count))
+
+    def curvature(self, weights: Array) -> tuple[Curvature, Any]:
+        """The Gauss-Newton matrix of all weights, and where it is taken."""
+        split: Any = nnx.split(self._at(weights), FLOATING, ...)
         graph, *frame = split
         shapes, rows = (("weights", (weights.size, 1)),), max(1, min(256, NUMBERS // weights.size))
-        of = Curvature(graph, self.kind, shapes, rows, math.prod(self.shape))
-        return of.batches(getattr(of, name), tuple(frame), self.inputs, max(1, rows // of.count))
+        return Curvature(graph, self.kind, shapes, rows, math.prod(self.shape)), tuple(frame)
 
     def _begun(self, weights: Array, rate: float, steps: int) -> tuple[Training, Any]:
         return Training.of(self._at(weights), _adam(rate, steps), Loss(self.kind))

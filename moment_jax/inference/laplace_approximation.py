@@ -85,8 +85,9 @@ def laplace(
       A linearised `mj.Bayesian`, whose `beliefs` are `KroneckerEigen`, `FullNormal` or `Factorized`.
 
     Raises:
-      TypeError, ValueError: if an argument is invalid or the network in training mode. It warns of
-        arrays that the outputs do not depend on, and of a precision at the edge of its range.
+      TypeError, ValueError: if an argument is invalid, the network in training mode, or its derivative
+        not that of its values (`stop_gradient`). It warns of arrays that the outputs do not depend on,
+        and of a precision at the edge of its range.
 
     Source: Daxberger et al., "Laplace redux" (2021); Immer et al., "Scalable marginal likelihood
     estimation for model selection in deep learning" (2021); George et al., "Fast approximate natural
@@ -128,6 +129,7 @@ def laplace(
     rows = min(batch_size, max(1, NUMBERS // sum(x.size for x in known.values())))
     noiseless = Gaussian() if isinstance(likelihood, Gaussian) else likelihood
     curvature = Curvature(graph, noiseless, tuple(shapes.items()), rows, math.prod(shape))
+    curvature.check("laplace", frame, inputs)
     parts = [*curvature.batches(curvature.outputs, frame, inputs, batch_size)]
     outputs = np.concatenate(parts)[: len(targets)].reshape(-1, *shape)
     if not np.isfinite(outputs).all():

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.extend.core import jaxpr_as_fun
 
 from moment_jax.covariance import Covariance, Diagonal, Full
 from moment_jax.posterior import (
@@ -23,6 +24,7 @@ from moment_jax.posterior import (
 )
 from moment_jax.propagation import arrays
 from moment_jax.propagation.arrays import Axes, Base
+from moment_jax.propagation.derivatives import check_derivatives
 from moment_jax.propagation.errors import explain_call
 
 
@@ -232,7 +234,8 @@ def linearised(
       returns fn at the means as a sequence (T, D), with D the last axis, and its covariance.
 
     Raises:
-      ValueError: if a `Full` covariance would have more than 2^28 entries.
+      ValueError: if a `Full` covariance would have more than 2^28 entries, or a derivative is not that
+        of the values: behind `stop_gradient`, a straight-through estimate, a reversed gradient.
 
     >>> import jax.numpy as jnp, moment_jax as mj
     >>> belief = mj.posterior.Factorized(jnp.ones((2, 1)), jnp.full((2, 1), 0.5))
@@ -256,13 +259,20 @@ def linearised(
             return jax.tree.unflatten(treedef, [means.get(i, x) for i, x in enumerate(leaves)])
 
         try:
-            mean = fn(filled(means), *inputs)
+            closed = jax.make_jaxpr(lambda means: fn(filled(means), *inputs))(means)
         except Exception as error:
             explain_call("linearised", functools.partial(fn, filled(means)), inputs, error)
             raise
+        check_derivatives("linearised", closed, jax.tree.leaves(means))
+
+        def of(means: dict[int, Array]) -> Array:
+            (output,) = jaxpr_as_fun(closed)(*jax.tree.leaves(means))
+            return output
+
+        mean = of(means)
         shape = (-1, mean.shape[-1]) if mean.ndim else (1, 1)
         if structure is Diagonal:
-            _, backward = jax.vjp(lambda at: fn(filled(at), *inputs).ravel(), means)
+            _, backward = jax.vjp(lambda at: of(at).ravel(), means)
 
             def variance(i: Array) -> Array:
                 (rows,) = backward(jax.nn.one_hot(i, mean.size, dtype=mean.dtype))
@@ -278,7 +288,7 @@ def linearised(
                 "structure=mj.Diagonal for their variances, or a function of fewer outputs."
             )
         total = jnp.zeros((mean.size, mean.size), mean.dtype)
-        for i, jacobian in jax.jacrev(lambda at: fn(filled(at), *inputs))(means).items():
+        for i, jacobian in jax.jacrev(of)(means).items():
             total = total + carried(beliefs[i], jacobian.reshape(mean.size, -1))
         mean = mean.reshape(shape)
         return mean, Full(total.reshape(*mean.shape, *mean.shape))

@@ -401,6 +401,14 @@ BAD = [
 ]  # fmt: skip
 
 
+def test_a_stopped_gradient_is_refused_but_before_certain_weights():
+    net = Of(lambda n, x: n.b(jax.lax.stop_gradient(n.a(x))), a=linear(3), b=linear())
+    for call in (laplace, mj.fit):
+        with pytest.raises(ValueError, match=r"Got stop_gradient at .*test_laplace.*certain"):
+            call(net, Gaussian(1.0), (X, X[:, :1]))
+    laplace(net, Gaussian(1.0), ZEROS, prior_precision=1.0, random=nnx.PathContains("b"))
+
+
 @pytest.mark.parametrize(("change", "error", "words"), BAD)
 def test_bad_input(change, error, words):
     arguments = {"network": linear(), "likelihood": Gaussian(1.0), "data": ZEROS}
