@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moment_jax.nn.plain import inference_output
+from moment_jax.nn.plain import FLOATING, inference_output
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
 
 REAL = (Gaussian, HeteroscedasticGaussian)
@@ -87,7 +87,39 @@ def data(
         f"{found} for N = 2",
     )
     check(right, rule, came, "Write a module that calls it and returns such an array.", TypeError)
+    if isinstance(likelihood, Categorical | Bernoulli) and like is None:
+        given = _probabilities(network, tuple(x[:8] for x in inputs))
+        mend = "Take the softmax or the sigmoid at the network's end out."
+        check(given is None, f"logits for {likelihood}", f"probabilities, such as {given}", mend)
     return inputs, _targets(check, likelihood, y, (len(y), *shape[1:]), dtype), shape[1:]
+
+
+def _probabilities(network: nnx.Module, inputs: Inputs) -> Any:
+    """An output if the network's outputs are probabilities, else None.
+
+    They are if those of an example have the sum one, or if all lie between 0 and 1 at other weights too,
+    large ones.
+    """
+    graph, weights, rest = nnx.split(network, FLOATING, ...)
+    rng = np.random.default_rng(0)
+
+    def within(weights: Any) -> Any:
+        found = np.asarray(_outputs(graph, weights, rest, inputs), np.float64)
+        return found if ((found >= 0) & (found <= 1)).all() else None
+
+    found = within(weights)
+    if found is None:
+        return None
+    one = found.shape[-1] > 1 and np.allclose(found.sum(axis=-1), 1, atol=1e-2)
+    if not one:
+        large = jax.tree.map(lambda x: jnp.asarray(9 * rng.normal(size=x.shape), x.dtype), weights)
+        one = within(large) is not None
+    return found.reshape(-1, found.shape[-1])[0].round(3) if one else None
+
+
+@partial(jax.jit, static_argnums=0)
+def _outputs(graph: Any, weights: Any, rest: Any, inputs: Inputs) -> Any:
+    return nnx.merge(graph, weights, rest, copy=True)(*inputs)
 
 
 def _input(check: Any, x: np.ndarray, dtype: Any) -> np.ndarray:

@@ -173,6 +173,10 @@ def test_a_class_in_held_out_data_alone_and_inputs_of_other_types():
     np.testing.assert_allclose(many, model(np.full((1, 3), 200.0)).mean, rtol=1e-5)
 
 
+def ends_in(fn, outputs):
+    return nnx.Sequential(linear(outputs), fn)
+
+
 OWN = {"network": mj.Bayesian(linear(), GAUSSIAN)}
 
 
@@ -208,6 +212,20 @@ OWN = {"network": mj.Bayesian(linear(), GAUSSIAN)}
             "to 0. Got .* to 1. .*class",
         ),
         ({"data": (X, 2 * LABELS), "likelihood": mj.Bernoulli()}, ValueError, "from 0 to 1. Got"),
+        (
+            {"network": ends_in(jax.nn.softmax, 2), "data": (X, LABELS), "likelihood": CATEGORICAL},
+            ValueError,
+            r"logits for Categorical.*Got probabilities, such as \[.*softmax",
+        ),
+        (
+            {
+                "network": ends_in(lambda x: 1 / (1 + jax.numpy.exp(-x)), 1),
+                "data": (X, LABELS),
+                "likelihood": mj.Bernoulli(),
+            },
+            ValueError,
+            "logits for Bernoulli.*Got probabilities",
+        ),
         ({"data": (X, X)}, ValueError, r"shape \(120, 1\).*Got float64 of shape \(120, 3\)"),
         ({"held_out": 1.5}, ValueError, "a share from 0"),
         ({"held_out": [X, X]}, TypeError, "inputs, targets"),
