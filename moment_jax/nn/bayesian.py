@@ -141,7 +141,7 @@ class Bayesian(plain.Module):
             )
         num_landmarks("mj.Bayesian", 1, landmarks)
         self.structure, self.landmarks, self.linearised = structure, landmarks, linearised
-        self.spread: Any = nnx.data(None)  # factors of the output's sds, see `corrected`
+        self.spread = nnx.Variable(None)  # factors of the output's sds, see `corrected`
 
     # -- beliefs and networks -------------------------------------------------------------------------
 
@@ -180,7 +180,7 @@ class Bayesian(plain.Module):
     def scaled(self, factor: Array | float) -> Self:
         """A copy with all standard deviations multiplied by a positive number."""
         copy = nnx.clone(self)
-        copy.spread = nnx.data(None)  # it was found with the standard deviations before
+        copy.spread = nnx.Variable(None)  # it was found with the standard deviations before
         for belief in copy.owned.values():
             belief.scale_by(factor)
         return copy
@@ -197,7 +197,7 @@ class Bayesian(plain.Module):
                 f"`replace` takes {', '.join(known)}. Got {', '.join(set(options) - set(known))}."
             )
         # A corrected model keeps variables of its own: others could be trained under its factor.
-        copy = nnx.clone(self, variables=self.spread is not None)
+        copy = nnx.clone(self, variables=self.spread.get_value() is not None)
         copy._set_options(**{**known, **options})
         return copy
 
@@ -268,8 +268,9 @@ class Bayesian(plain.Module):
         """
         beside = beside_sampled(self, "check", x, key, samples, options)
         (moments, seconds), ((mean, sd), seconds_sampled) = beside
-        ratio = np.asarray(moments.sd / sd)[np.asarray(sd) > 0]
-        shift = np.asarray(jnp.abs(moments.mean - mean) / sd)[np.asarray(sd) > 0]
+        known = np.asarray(sd) != 0  # NaN too, which is told
+        ratio = np.asarray(moments.sd / sd)[known]
+        shift = np.asarray(jnp.abs(moments.mean - mean) / sd)[known]
         return Check(
             float(ratio.mean()), float(np.abs(ratio - 1).mean()), float(shift.mean()),
             (2 * (samples - 1)) ** -0.5, seconds, seconds_sampled,
@@ -288,10 +289,9 @@ class Bayesian(plain.Module):
         beside = beside_sampled(self, "corrected", x, key, samples, options)
         (moments, _), ((_, sd), _) = beside
         copy = nnx.clone(self)
-        found = spread_factors(moments.sd, sd)
-        copy.spread = nnx.data(
-            nnx.Variable(found if self.spread is None else found * self.spread[...])
-        )
+        sds = (x[..., None] if x.ndim == self.batch_axes else x for x in (moments.sd, sd))
+        found, before = spread_factors(*sds), self.spread.get_value()
+        copy.spread = nnx.Variable(found if before is None else found * before)
         return copy
 
     def explain(self, *inputs: Any, **options: Any) -> Steps:
@@ -369,10 +369,11 @@ class Bayesian(plain.Module):
             of = propagate(fn, structure=self.structure, landmarks=self.landmarks, receipt=receipt)
 
         def one(beliefs: Any, inputs: Any) -> Any:
-            known = beliefs if self.spread is None else _as_corrected(beliefs)
+            factors = self.spread.get_value()
+            known = beliefs if factors is None else _as_corrected(beliefs)
             mean, cov, *steps = of(known, *(plain.with_batch(x, axes) for x in inputs))
-            if self.spread is not None:
-                cov = cov.rescale(self.spread[...][None])
+            if factors is not None:
+                cov = cov.rescale(factors[None])
             return mean, cov, *steps
 
         try:

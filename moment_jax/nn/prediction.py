@@ -14,6 +14,7 @@ from flax import nnx
 from jax import Array
 
 from moment_jax.nn.plain import arguments, as_nnx
+from moment_jax.propagation.propagator import is_random_input
 from moment_jax.xla import inlined
 
 
@@ -24,8 +25,8 @@ def predicted(
 
     The last batch is filled up with its first example.
     """
-    if batch_size < 1:
-        raise ValueError(f"`predict` needs batch_size >= 1. Got {batch_size}.")
+    if not isinstance(batch_size, int | np.integer) or batch_size < 1:
+        raise ValueError(f"`predict` needs an integer batch_size >= 1. Got {batch_size}.")
     graph, state = nnx.split(model)
     known = _Static(options)
     size = jax.tree.leaves(inputs)[0].shape[0] if axes and inputs else 0
@@ -58,6 +59,11 @@ def beside_sampled(
 ) -> list[Any]:
     """One pass, and mean and sd of sampled networks, each with its seconds, compiled."""
     inputs = arguments(x)
+    if any(map(is_random_input, inputs)):
+        raise ValueError(
+            f"`{caller}` draws networks, and needs certain inputs. Got the moments of a random one. "
+            "Give its mean, or sample the input and call model(x) for each."
+        )
     if samples < 2:
         raise ValueError(f"`{caller}` needs samples >= 2. Got {samples}.")
     keys = jax.random.split(jax.random.key(0) if key is None else key, samples)
