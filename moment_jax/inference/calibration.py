@@ -43,7 +43,7 @@ def calibrate(
       network: a Flax NNX module in inference mode (`network.eval()`), or a linen module bound to its
         variables; with outputs (N, ..., C) for a batch. It is not changed.
       likelihood: `mj.Categorical()`, `mj.Bernoulli()`, `mj.Gaussian(noise_variance)`, a number, or
-        `mj.Gaussian()` to estimate the noise of all outputs: with each f the one of the highest density,
+        `mj.Gaussian()` to estimate the noise of each output: with each f the one of the highest density,
         so both maximise it together.
       held_out: inputs, an array (N, ...) or a tuple of them, and targets: (N, ...) integers for
         Categorical, else the outputs' shape; from 0 to 1 for Bernoulli. Some 200 examples will do. Don't
@@ -91,12 +91,13 @@ def calibrate(
         """Log density of the held-out data, and the model with this factor and its best noise."""
         scaled = model.scaled(math.exp(log_factor))
         if isinstance(scaled.noise, LogNoise):
-            scaled.noise.set_value(jnp.full_like(scaled.noise[...], -jnp.inf))
+            scaled.noise.set_value(jnp.full(targets.shape[-1:], -jnp.inf))
             found = scaled.predict(*inputs, batch_size=batch_size)
-            if not np.isfinite(found.cov).all():
+            if not np.isfinite(found.variance).all():
                 return -math.inf, scaled
-            noise = _log_noise(targets - np.asarray(found.mean), np.asarray(found.cov, np.float64))
-            scaled.noise.set_value(jnp.full_like(scaled.noise[...], noise))
+            squares, variances = (targets - np.asarray(found.mean)) ** 2, np.asarray(found.variance)
+            pairs = (x.reshape(-1, x.shape[-1]).T.astype(float) for x in (squares, variances))
+            scaled.noise.set_value(jnp.asarray([*map(_log_noise, *pairs)]))
         found = scaled.predict(*inputs, batch_size=batch_size)
         density = float(np.asarray(found.log_prob(targets), np.float64).sum())
         return (-math.inf if math.isnan(density) else density), scaled
@@ -122,11 +123,12 @@ def _noisy(x: Any) -> Any:
     return x if size == 0 else Factorized(x, jnp.full_like(x, size))
 
 
-def _log_noise(residuals: np.ndarray, cov: np.ndarray) -> float:
-    """The log variance of the noise for which residuals (..., D), N(0, cov + noise), are likeliest."""
-    variances, basis = np.linalg.eigh(cov)
-    squares = np.einsum("...ik,...i->...k", basis, residuals) ** 2
-    most = math.log(max(np.mean(residuals**2), np.finfo(np.float32).tiny))
+def _log_noise(squares: np.ndarray, variances: np.ndarray) -> float:
+    """The log variance of the noise for which an output's residuals, N(0, v + noise), are likeliest.
+
+    From their squares (N,).
+    """
+    most = math.log(max(np.mean(squares), np.finfo(np.float32).tiny))
 
     def density(log_noise: float) -> float:
         total = np.maximum(variances, 0) + math.exp(log_noise)

@@ -17,7 +17,8 @@ from moment_jax.covariance import Full, Moments
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
 from moment_jax.propagation.derivatives import check_derivatives
 
-Frame = tuple[nnx.State, nnx.State]  # the random weights, and the rest of the model's state
+# The random weights, the rest of the model's state, and units of the outputs (C,) or (1,).
+Frame = tuple[nnx.State, nnx.State, Any]
 Arrays = dict[str, Any]  # by path; of bases: (U, W), None for the entries, () before they are known
 
 
@@ -59,7 +60,7 @@ class Curvature:
     def check(self, caller: str, frame: Frame, inputs: Any) -> None:
         """Raise if the network's derivatives are not those of its values."""
         one = jax.tree.map(lambda x: x[0], inputs)
-        closed = jax.make_jaxpr(lambda weights: self._of_one((weights, frame[1]), one))(frame[0])
+        closed = jax.make_jaxpr(lambda weights: self._of_one((weights, *frame[1:]), one))(frame[0])
         check_derivatives(caller, closed, jax.tree.leaves(frame[0]))
 
     @partial(jax.jit, static_argnums=0)
@@ -131,16 +132,16 @@ class Curvature:
 
     def _of_one(self, frame: Frame, one: Any) -> Array:
         # On new variables, which the model may write to while traced.
-        model: Any = nnx.merge(self.graph, *jax.tree.map(lambda x: x, frame), copy=True)
+        model: Any = nnx.merge(self.graph, *jax.tree.map(lambda x: x, frame[:2]), copy=True)
         outputs = model(*(x[None] for x in one))
         wide = jnp.promote_types(outputs.dtype, jnp.float32)
-        return outputs.reshape(-1, outputs.shape[-1]).astype(wide)
+        return outputs.reshape(-1, outputs.shape[-1]).astype(wide) / jnp.asarray(frame[2], wide)
 
     def _jacobian(self, frame: Frame, inputs: Any) -> tuple[Array, Callable[[Array], Arrays]]:
         """Outputs (N, M, C), and a map of N rows (R, M, C) to gradients (N, R, in, out) by path."""
 
         def of_example(one: Any) -> Any:
-            return jax.vjp(lambda weights: self._of_one((weights, frame[1]), one), frame[0])
+            return jax.vjp(lambda weights: self._of_one((weights, *frame[1:]), one), frame[0])
 
         outputs, pulls = jax.vmap(of_example)(inputs)
 

@@ -100,7 +100,8 @@ def _probabilities(network: nnx.Module, inputs: Inputs) -> Any:
     They are if those of an example have the sum one, or if all lie between 0 and 1 at other weights too,
     large ones.
     """
-    graph, weights, rest = nnx.split(network, FLOATING, ...)
+    split: Any = nnx.split(network, FLOATING, ...)
+    graph, weights, rest = split
     rng = np.random.default_rng(0)
 
     def within(weights: Any) -> Any:

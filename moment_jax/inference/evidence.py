@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -159,7 +160,21 @@ class Evidence:
             found = [self.estimate(*each) for each in zip(modes, settings, strict=True)]
             settings = [x.following for x in found]
             tell(end, float(np.mean([x.receipt.log_evidence for x in found])))
+        if self.known_noise is None:
+            self._warn_of_noises(modes)
         return [self.estimate(*each, whole=True) for each in zip(modes, settings, strict=True)]
+
+    def _warn_of_noises(self, modes: list[Mode]) -> None:
+        """Warn if one noise, the same share of each output's variance, does not fit the residuals."""
+        errors = np.stack([(self.targets - mode.outputs) ** 2 for mode in modes])
+        shares = errors.reshape(-1, errors.shape[-1]).mean(axis=0)
+        if shares.max() > 4 * shares.min():
+            warnings.warn(
+                "`fit` takes the noise of mj.Gaussian() as the same share of each output's variance. "
+                f"Got residuals of {shares.min():.2g} to {shares.max():.2g} of it. Give the network two "
+                "outputs a target and mj.objectives.HeteroscedasticGaussian(), or fit each alone.",
+                stacklevel=5,
+            )
 
     def mode(self, weights: np.ndarray) -> Mode:
         """The network at these weights. Its matrix is summed in double precision: no sum is negative."""
@@ -232,7 +247,10 @@ class Evidence:
         split: Any = nnx.split(self._at(weights), FLOATING, ...)
         graph, *frame = split
         shapes, rows = (("weights", (weights.size, 1)),), max(1, min(256, NUMBERS // weights.size))
-        return Curvature(graph, self.kind, shapes, rows, math.prod(self.shape)), tuple(frame)
+        return Curvature(graph, self.kind, shapes, rows, math.prod(self.shape)), (
+            *frame,
+            np.ones(1),
+        )
 
     def _begun(self, weights: Array, rate: float, steps: int) -> tuple[Training, Any]:
         return Training.of(self._at(weights), _adam(rate, steps), Loss(self.kind))

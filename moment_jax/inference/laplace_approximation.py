@@ -29,7 +29,7 @@ class LaplaceReceipt(NamedTuple):
 
     log_evidence: float  # nats, for the whole data set
     prior_precision: dict[str, float]  # by layer
-    noise_variance: float | None  # of a Gaussian likelihood
+    noise_variance: Any  # of a Gaussian likelihood, a number; (C,) where `laplace` estimated it
     effective_parameters: float  # number of weights that the data determine
 
 
@@ -64,7 +64,8 @@ def laplace(
       network: a Flax NNX module in inference mode (`network.eval()`), or a linen module bound to its
         variables; with outputs (N, ..., C) for a batch, each of them observed. It is not changed.
       likelihood: `mj.Categorical()`, `mj.Bernoulli()` or `mj.Gaussian(noise_variance)`, a number;
-        `mj.Gaussian()` to estimate the noise by the evidence.
+        `mj.Gaussian()` to estimate the noise by the evidence, for each output in proportion to its
+        residuals.
       data: inputs, an array (N, ...) or a tuple of them, and targets: (N, ...) integers for
         Categorical, else the outputs' shape; from 0 to 1 for Bernoulli.
       held_out: as `data`, but not trained on: selects from a grid from 1e-2 to 1e6, two per decade, the
@@ -112,7 +113,7 @@ def laplace(
     plain = as_nnx(network)
     split: Any = nnx.split(plain, nnx.All(nnx.Param, random, lambda _, x: is_floating(x)), ...)
     graph, *state = split
-    frame, known = tuple(state), by_path(state[0])
+    frame, known = (*state, np.ones(1)), by_path(state[0])
     params = nnx.to_pure_dict(nnx.state(plain, nnx.Param))
     if not known:
         raise ValueError(
@@ -134,6 +135,13 @@ def laplace(
     outputs = np.concatenate(parts)[: len(targets)].reshape(-1, *shape)
     if not np.isfinite(outputs).all():
         raise ValueError("`laplace` needs a network with finite outputs. Got NaN or infinity.")
+    units = np.ones(1)
+    if likelihood == Gaussian():  # outputs may be in different ones
+        residuals, columns = (x.reshape(-1, shape[-1]) for x in (targets - outputs, targets))
+        least = 1e-8 * np.maximum(columns.var(axis=0), 1e-30)
+        units = np.sqrt(np.maximum(np.mean(residuals**2, axis=0), least))
+        outputs, targets, frame = outputs / units, targets / units, (*state, units)
+        held = held and (held[0], held[1] / units)
     small = [path for path, sizes in shapes.items() if kind == "kfac" and max(sizes) <= LONGEST]
     bases, squares = curvature.spectrum(frame, inputs, small)
     silent = ", ".join(path for path in shapes if not squares[path].any())
@@ -152,6 +160,12 @@ def laplace(
     flat = nnx.traversals.flatten_mapping(params).items()
     tree = {path: beliefs.get("/".join(map(str, path)), x) for path, x in flat}
     tree = nnx.traversals.unflatten_mapping(tree)
+    if likelihood == Gaussian():
+        log_units = targets.size * np.mean(np.log(units))
+        found = found._replace(
+            log_evidence=found.log_evidence - float(log_units),
+            noise_variance=found.noise_variance * units**2,
+        )
     known_noise = Gaussian(found.noise_variance) if noiseless == Gaussian() else likelihood
     model = Bayesian(network, known_noise, beliefs=tree, linearised=True)
     return (model, found) if receipt else model

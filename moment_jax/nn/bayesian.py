@@ -141,7 +141,7 @@ class Bayesian(plain.Module):
             )
         num_landmarks("mj.Bayesian", 1, landmarks)
         self.structure, self.landmarks, self.linearised = structure, landmarks, linearised
-        self.spread = nnx.Variable(None)  # factors of the output's sds, see `corrected`
+        self.spread: Any = nnx.Variable(None)  # factors of the output's sds, see `corrected`
 
     # -- beliefs and networks -------------------------------------------------------------------------
 

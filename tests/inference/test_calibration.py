@@ -70,7 +70,7 @@ def test_noise_is_estimated_with_the_factor():
     model = mj.calibrate(net(weights), mj.Gaussian(), (X, y))
     assert model.structure is mj.Separable
     assert abs(factor(model) / 0.3 - 1) < 0.15
-    assert abs(float(model.likelihood.noise_variance) / 0.64 - 1) < 0.3
+    assert abs(float(model.likelihood.noise_variance[0]) / 0.64 - 1) < 0.3
     known = calibrated(net(weights), mj.Gaussian(0.64), (X, y))
     assert abs(factor(known) / 0.3 - 1) < 0.15
 
