@@ -1,5 +1,6 @@
 """Checks of likelihoods and data, for `fit` and `laplace`."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -118,6 +119,12 @@ def _probabilities(network: nnx.Module, inputs: Inputs) -> Any:
     return found.reshape(-1, found.shape[-1])[0].round(3) if one else None
 
 
+def outputs_of(network: nnx.Module, inputs: Inputs) -> np.ndarray:
+    """The network's outputs (N, ..., C), in double precision."""
+    split: Any = nnx.split(network, FLOATING, ...)
+    return np.asarray(_outputs(*split, inputs), np.float64)
+
+
 @partial(jax.jit, static_argnums=0)
 def _outputs(graph: Any, weights: Any, rest: Any, inputs: Inputs) -> Any:
     return nnx.merge(graph, weights, rest, copy=True)(*inputs)
@@ -188,3 +195,18 @@ def _targets(
     if real:
         _kept(check, "targets", y, dtype)
     return y.astype(np.int32 if classes else np.float64)
+
+
+def log_likelihood(likelihood: Any, outputs: Any, targets: Any, noise: float) -> float:
+    """The log likelihood of the whole data set, in nats."""
+    if isinstance(likelihood, Gaussian):
+        squares = np.sum((targets - outputs) ** 2) / noise
+        return float(-0.5 * (squares + outputs.size * math.log(2 * math.pi * noise)))
+    if isinstance(likelihood, HeteroscedasticGaussian):
+        mean, log_noise = np.split(outputs, 2, axis=-1)
+        squares = (targets - mean) ** 2 * np.exp(-log_noise)
+        return float(-0.5 * np.sum(squares + log_noise + math.log(2 * math.pi)))
+    if isinstance(likelihood, Categorical):
+        logs = outputs - np.logaddexp.reduce(outputs, axis=-1, keepdims=True)
+        return float(np.sum(np.take_along_axis(logs, targets[..., None].astype(int), axis=-1)))
+    return float(np.sum(targets * outputs - np.logaddexp(0, outputs)))

@@ -17,7 +17,13 @@ from jax import Array
 from moment_jax import objectives
 from moment_jax.covariance import Covariance
 from moment_jax.inference import data as checks
-from moment_jax.inference.standardised import Standardised, columns, columns_of, of_outputs
+from moment_jax.inference.standardised import (
+    Standardised,
+    brought_along,
+    columns,
+    columns_of,
+    of_outputs,
+)
 from moment_jax.inference.training import STEPS_AT_ONCE, Training
 from moment_jax.nn import PriorScale
 from moment_jax.nn import likelihood as likelihoods
@@ -92,6 +98,7 @@ def by_elbo(
         model = _as_it_is(model, options, of_inputs)
     else:
         if any(of_inputs) or of_targets:
+            plain = brought_along(plain, likelihood, inputs, targets, of_inputs, of_targets)
             plain = Standardised(plain, of_inputs, of_targets)
         model = Bayesian(plain, **{"relative_scale": 0.05, "learn_prior": True, **options})
     if model.kind is None:

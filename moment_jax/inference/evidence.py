@@ -15,9 +15,16 @@ from flax import nnx
 from jax import Array
 
 from moment_jax.inference.curvature import Curvature
-from moment_jax.inference.data import REAL, need
-from moment_jax.inference.laplace_approximation import NUMBERS, LaplaceReceipt, log_likelihood
-from moment_jax.inference.standardised import Standardised, columns, columns_of, of_outputs
+from moment_jax.inference.data import REAL, log_likelihood, need
+from moment_jax.inference.laplace_approximation import NUMBERS, LaplaceReceipt
+from moment_jax.inference.standardised import (
+    Standardised,
+    brought_along,
+    columns,
+    columns_of,
+    of_outputs,
+    scaled,
+)
 from moment_jax.inference.training import Training
 from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.plain import FLOATING, Raveled
@@ -278,8 +285,6 @@ def by_evidence(
 ) -> tuple[list[Bayesian], tuple[LaplaceReceipt, ...]]:  # fmt: skip
     """The models for columns in their own units, and their receipts; see `fit` and `maximised`."""
     of_inputs = list(map(columns_of, inputs))
-    pairs = zip(inputs, of_inputs, strict=True)
-    scaled = tuple(x if of is None else (x - of[0]) / of[1] for x, of in pairs)
     known, of_targets, units = likelihood, None, 0.0
     learned = likelihood == Gaussian()
     if isinstance(likelihood, REAL):
@@ -290,9 +295,12 @@ def by_evidence(
         if isinstance(likelihood, Gaussian) and not learned:  # of all outputs, which share a scale
             spread = np.full_like(spread, np.sqrt(np.mean(spread**2)))
             known = Gaussian(float(likelihood.noise_variance / spread[0] ** 2))
-        targets, of_targets = (targets - centre) / spread, of_outputs(likelihood, centre, spread)
+        of_targets = of_outputs(likelihood, centre, spread)
         units = float(targets.size * np.mean(np.log(spread)))
-    evidence = Evidence(Raveled(network), known, scaled, targets, shape)
+    network = brought_along(network, likelihood, inputs, targets, of_inputs, of_targets)
+    if of_targets:
+        targets = (targets - centre) / spread
+    evidence = Evidence(Raveled(network), known, scaled(inputs, of_inputs), targets, shape)
     found = evidence.maximised(members, steps, rate, seed, lambda n, x: tell(n, x - units))
     models = []
     for mean, cov, receipt, _ in found:

@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -71,6 +72,7 @@ def fit(
 
     Columns may be in any unit: floating inputs (N, D) and the targets of a Gaussian likelihood are
     brought to mean 0 and standard deviation 1 inside the model, whose network is then a `Standardised`.
+    A network that was trained in the columns' own units starts as it is: its layers take the units.
     Images, sequences and integers stay as they are: scale them to about one.
 
     Args:
@@ -108,7 +110,8 @@ def fit(
 
     Raises:
       TypeError, ValueError: if an argument is invalid, or the training diverges. It warns if `max_steps`
-        ended while the held-out density was still improving.
+        ended while the held-out density or the evidence still changed, if outputs differ in noise, and
+        of a trained network that cannot take the units.
 
     >>> import moment_jax as mj
     >>> x = np.linspace(-100, 100, 60)[:, None]
@@ -146,6 +149,12 @@ def fit(
         model = models[0] if members == 1 else Mixture(models)
         (_, before, _), (_, last, _) = course.history[-2:]
         converged = abs(last - before) < SETTLED
+        if not converged:
+            warnings.warn(
+                f"`fit` stopped without having converged: the last tenth of {course.total} steps "
+                f"changed the log evidence by {abs(last - before):.2g} nats an example. Take more.",
+                stacklevel=2,
+            )
     else:
         random_network = network if isinstance(network, Bayesian) else None
         model, converged = by_elbo(

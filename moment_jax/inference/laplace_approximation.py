@@ -15,7 +15,7 @@ from moment_jax.inference.curvature import Arrays, Curvature, Frame, by_path
 from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.belief import matrix_shape
 from moment_jax.nn.plain import as_nnx, is_floating
-from moment_jax.objectives import Categorical, Gaussian, HeteroscedasticGaussian
+from moment_jax.objectives import Gaussian
 from moment_jax.posterior import Factorized, FullNormal, KroneckerEigen, Posterior
 
 NUMBERS = 2**25  # of the Jacobian at once
@@ -251,7 +251,7 @@ def posterior(
             noise = new
     noise, chosen = float(noise), precisions(noise)
     variances = {path: 1 / (squares[path] / noise + chosen[i]) for path, i in group.items()}
-    evidence = log_likelihood(likelihood, outputs, targets, noise)
+    evidence = checks.log_likelihood(likelihood, outputs, targets, noise)
     evidence -= 0.5 * float(chosen @ square + np.sum(np.log1p(values / (noise * chosen[of]))))
     known = {name: float(chosen[i * per_layer]) for i, name in enumerate(names)}
     number = float(np.sum(determined(chosen, noise)))
@@ -286,18 +286,3 @@ def _checked_centre(prior_mean: Any, known: Arrays) -> Arrays:
                 f"shape {np.shape(x)} at {path}. Take nnx.to_pure_dict(nnx.state(network, nnx.Param))."
             )
     return {path: np.asarray(x, np.float64) for path, x in centre.items()}
-
-
-def log_likelihood(likelihood: Any, outputs: Any, targets: Any, noise: float) -> float:
-    """The log likelihood of the whole data set, in nats."""
-    if isinstance(likelihood, Gaussian):
-        squares = np.sum((targets - outputs) ** 2) / noise
-        return float(-0.5 * (squares + outputs.size * math.log(2 * math.pi * noise)))
-    if isinstance(likelihood, HeteroscedasticGaussian):
-        mean, log_noise = np.split(outputs, 2, axis=-1)
-        squares = (targets - mean) ** 2 * np.exp(-log_noise)
-        return float(-0.5 * np.sum(squares + log_noise + math.log(2 * math.pi)))
-    if isinstance(likelihood, Categorical):
-        logs = outputs - np.logaddexp.reduce(outputs, axis=-1, keepdims=True)
-        return float(np.sum(np.take_along_axis(logs, targets[..., None].astype(int), axis=-1)))
-    return float(np.sum(targets * outputs - np.logaddexp(0, outputs)))

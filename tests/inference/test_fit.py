@@ -73,6 +73,46 @@ def test_a_known_noise_and_constant_columns_are_in_raw_units_too():
     assert (model.predict(x).variance > 50).all()
 
 
+UNITS = np.array([1e3, 1.0, 1e-3])
+
+
+def in_raw_units(last):
+    """A network for columns of these units, as if it had been trained, and its data."""
+    net = nnx.Sequential(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), jax.numpy.tanh, last)
+    net.layers[0].kernel.set_value(net.layers[0].kernel[...] / UNITS[:, None])
+    net.layers[0].bias.set_value(-(np.ones(3) @ net.layers[0].kernel[...]))
+    return net, X * UNITS + 1
+
+
+@pytest.mark.parametrize("likelihood", [GAUSSIAN, CATEGORICAL])
+@pytest.mark.parametrize("objective", ["evidence", "elbo"])
+def test_a_trained_network_is_brought_along_in_its_own_units(objective, likelihood):
+    last = nnx.Linear(3, 2, rngs=nnx.Rngs(1))
+    last.kernel.set_value(50 * last.kernel[...])
+    net, x = in_raw_units(last)
+    own = net(x)
+    y = np.argmax(own, axis=1) if likelihood is CATEGORICAL else own + 1000.0
+    if likelihood is GAUSSIAN:
+        last.bias.set_value(np.full(2, 1000.0))
+    options = {"structure": mj.Diagonal} if objective == "elbo" else {}
+    model = mj.fit(
+        net, likelihood, (x, y), objective=objective, max_steps=1, learning_rate=1e-9, **options
+    )
+    np.testing.assert_allclose(model.at_means()(x), net(x), atol=1e-3 * own.std())
+
+
+def test_a_trained_network_without_dense_layers_is_told():
+    class Own(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(np.array([[1e3], [0.0], [0.0]], np.float32))
+
+        def __call__(self, x):
+            return x @ self.w[...]
+
+    with pytest.warns(UserWarning, match="no dense layers that could take the units"):
+        fit(Own(), GAUSSIAN, (X, 1e3 * X[:, 0]), max_steps=1)
+
+
 @pytest.mark.parametrize("likelihood", [CATEGORICAL, mj.Bernoulli()])
 def test_classes_and_a_restored_model(likelihood, tmp_path):
     labels = (X[:, 0] > 0).astype(int) + (X[:, 1] > 1)
