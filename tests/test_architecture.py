@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
     "xla": set(),
+    "progress": set(),
     "linalg": {"xla"},
     "covariance": {"xla", "linalg"},
     "expectations": {"xla", "linalg", "covariance"},
@@ -31,6 +32,7 @@ MAY_IMPORT = {
     "decoding": {"covariance", "objectives", "discrete"},
     "nn": {
         "xla",
+        "progress",
         "covariance",
         "expectations",
         "posterior",
@@ -43,7 +45,15 @@ MAY_IMPORT = {
     # optim taps the inputs of Flax's layers and of those in nn, so it stands above nn.
     "optim": {"xla", "linalg", "posterior", "layers", "nn"},
     "parallel": {"covariance"},
-    "inference": {"covariance", "posterior", "propagation", "objectives", "nn", "optim"},
+    "inference": {
+        "progress",
+        "covariance",
+        "posterior",
+        "propagation",
+        "objectives",
+        "nn",
+        "optim",
+    },
 }
 KNOW_FLAX = {"nn", "optim", "parallel", "inference"}
 

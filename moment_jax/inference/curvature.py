@@ -1,7 +1,6 @@
 """The generalised Gauss-Newton matrix of a model on data, from the exact Jacobian of its outputs."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,6 +14,7 @@ from jax import Array
 
 from moment_jax.covariance import Full, Moments
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
+from moment_jax.progress import advance
 from moment_jax.propagation.derivatives import check_derivatives
 
 # The random weights, the rest of the model's state, and units of the outputs (C,) or (1,).
@@ -169,8 +169,11 @@ class Curvature:
 
     def total(self, fn: Any, frame: Frame, data: Any, *more: Any) -> Any:
         """The sum of `fn` over batches."""
-        parts = self.batches(fn, frame, data, max(1, self.rows // self.count), *more)
-        return functools.reduce(functools.partial(jax.tree.map, np.add), parts)
+        found: Any = None
+        for part in self.batches(fn, frame, data, max(1, self.rows // self.count), *more):
+            found = part if found is None else jax.tree.map(np.add, found, part)
+            advance()
+        return found
 
     def batches(self, fn: Any, frame: Frame, data: Any, size: int, *more: Any) -> Iterator[Any]:
         """`fn` of batches, the last one filled up with examples of weight zero, in double precision."""

@@ -1,7 +1,6 @@
 """`fit`: a model from data in one call, trained by the evidence or by the analytic ELBO."""
 
 import functools
-import sys
 import warnings
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.mixture import Mixture
 from moment_jax.nn.plain import FLOATING, as_nnx
 from moment_jax.objectives import Gaussian
+from moment_jax.progress import compiling, logger, running
 
 SETTLED = 0.05  # nats for each example: the last change of the log evidence
 
@@ -129,39 +129,37 @@ def fit(
         "relative_scale": relative_scale, "structure": structure,
     }  # fmt: skip
     objective, reason = _chosen(objective, network, likelihood, members, own)
-    shown = sys.stderr.isatty() if progress is None else progress
-    if shown:
-        print(f"fit: objective={objective!r}, for {reason}", file=sys.stderr)
     if isinstance(network, Bayesian) and network.kind is not None:
         likelihood = _own_likelihood(network, likelihood)
     else:
         checks.likelihood("fit", likelihood)
     plain = as_nnx(network.at_means() if isinstance(network, Bayesian) else network)
     inputs, targets, shape = checks.data("fit", plain, likelihood, data)
-    course = Course(max_steps or (EVIDENCE_STEPS if objective == "evidence" else ELBO_STEPS), shown)
+    course = Course(max_steps or (EVIDENCE_STEPS if objective == "evidence" else ELBO_STEPS))
+    given, name = (plain, likelihood, inputs, targets, shape), type(network).__name__
     evidence: tuple[LaplaceReceipt, ...] = ()
-    if objective == "evidence":
-        models, evidence = by_evidence(
-            plain, likelihood, inputs, targets, shape, members=int(members), steps=course.total,
-            rate=learning_rate or EVIDENCE_RATE, seed=seed,
-            tell=lambda step, value: course(step, -value / len(targets)),
-        )  # fmt: skip
-        model = models[0] if members == 1 else Mixture(models)
-        (_, before, _), (_, last, _) = course.history[-2:]
-        converged = abs(last - before) < SETTLED
-        if not converged:
-            warnings.warn(
-                f"`fit` stopped without having converged: the last tenth of {course.total} steps "
-                f"changed the log evidence by {abs(last - before):.2g} nats an example. Take more.",
-                stacklevel=2,
+    with running(course.total, progress) as shown, compiling(f"the training of {name}"):
+        if shown:
+            logger.info("fit: objective=%r, for %s", objective, reason)
+        if objective == "evidence":
+            models, evidence = by_evidence(
+                *given, members=int(members), steps=course.total, rate=learning_rate or EVIDENCE_RATE,
+                seed=seed, tell=lambda step, value: course(step, -value / len(targets)),
+            )  # fmt: skip
+            model = models[0] if members == 1 else Mixture(models)
+            (_, before, _), (_, last, _) = course.history[-2:]
+            converged = abs(last - before) < SETTLED
+        else:
+            itself = network if isinstance(network, Bayesian) else None
+            model, converged = by_elbo(
+                *given, itself, course, seed=seed, learning_rate=learning_rate, **own
             )
-    else:
-        random_network = network if isinstance(network, Bayesian) else None
-        model, converged = by_elbo(
-            plain, random_network, likelihood, inputs, targets, shape, course, seed=seed,
-            learning_rate=learning_rate, **own,
-        )  # fmt: skip
-    course.close()
+    if evidence and not converged:
+        warnings.warn(
+            f"`fit` stopped without having converged: the last tenth of {course.total} steps changed "
+            f"the log evidence by {abs(last - before):.2g} nats an example. Take more max_steps.",
+            stacklevel=2,
+        )
     told = FitReceipt(course.history, converged, objective, reason, evidence)
     return (model, told) if receipt else model
 

@@ -17,6 +17,7 @@ from moment_jax.nn.belief import matrix_shape
 from moment_jax.nn.plain import as_nnx, is_floating
 from moment_jax.objectives import Gaussian
 from moment_jax.posterior import Factorized, FullNormal, KroneckerEigen, Posterior
+from moment_jax.progress import compiling, running
 
 NUMBERS = 2**25  # of the Jacobian at once
 LONGEST = 4096  # axis of a matrix that has Kronecker factors
@@ -45,6 +46,7 @@ def laplace(
     per_layer: bool = False,
     prior_mean: Any = None,
     batch_size: int = 256,
+    progress: bool | None = None,
     receipt: bool = False,
 ) -> Any:
     """A trained network with the belief N(weights, (GGN + prior precision)^-1) about its weights.
@@ -80,6 +82,7 @@ def laplace(
       per_layer: one prior precision per layer instead of one for all.
       prior_mean: centre of the prior, a tree of parameters; zero for None and what it omits.
       batch_size: number of backward passes at once, at most; fewer for large networks.
+      progress: show a bar on stderr; None means if it is a terminal, False silences compilation too.
       receipt: also return a `LaplaceReceipt`: log evidence, prior precisions, noise variance.
 
     Returns:
@@ -130,29 +133,32 @@ def laplace(
     rows = min(batch_size, max(1, NUMBERS // sum(x.size for x in known.values())))
     noiseless = Gaussian() if isinstance(likelihood, Gaussian) else likelihood
     curvature = Curvature(graph, noiseless, tuple(shapes.items()), rows, math.prod(shape))
-    curvature.check("laplace", frame, inputs)
-    parts = [*curvature.batches(curvature.outputs, frame, inputs, batch_size)]
-    outputs = np.concatenate(parts)[: len(targets)].reshape(-1, *shape)
-    if not np.isfinite(outputs).all():
-        raise ValueError("`laplace` needs a network with finite outputs. Got NaN or infinity.")
-    units = np.ones(1)
-    if likelihood == Gaussian():  # outputs may be in different ones
-        residuals, columns = (x.reshape(-1, shape[-1]) for x in (targets - outputs, targets))
-        least = 1e-8 * np.maximum(columns.var(axis=0), 1e-30)
-        units = np.sqrt(np.maximum(np.mean(residuals**2, axis=0), least))
-        outputs, targets, frame = outputs / units, targets / units, (*state, units)
-        held = held and (held[0], held[1] / units)
     small = [path for path, sizes in shapes.items() if kind == "kfac" and max(sizes) <= LONGEST]
-    bases, squares = curvature.spectrum(frame, inputs, small)
-    silent = ", ".join(path for path in shapes if not squares[path].any())
-    if silent:
-        message = f"`laplace`: the outputs do not depend on {silent}, which keep the prior."
-        warnings.warn(message, stacklevel=2)
-    offsets = {p: np.asarray(x, np.float64) - centre.get(p, 0.0) for p, x in known.items()}
-    at = functools.partial(posterior, squares, offsets, likelihood, outputs, targets, per_layer)
-    chosen = prior_precision
-    if held is not None:
-        chosen = _best_on(held, at, curvature, frame, bases)
+    sizes = [len(targets)] * (2 if small else 1) + ([len(held[1])] if held else [])
+    batches = sum(-(-size // max(1, rows // curvature.count)) for size in sizes)
+    with running(batches, progress), compiling(f"the curvature of {type(network).__name__}"):
+        curvature.check("laplace", frame, inputs)
+        parts = [*curvature.batches(curvature.outputs, frame, inputs, batch_size)]
+        outputs = np.concatenate(parts)[: len(targets)].reshape(-1, *shape)
+        if not np.isfinite(outputs).all():
+            raise ValueError("`laplace` needs a network with finite outputs. Got NaN or infinity.")
+        units = np.ones(1)
+        if likelihood == Gaussian():  # outputs may be in different ones
+            residuals, columns = (x.reshape(-1, shape[-1]) for x in (targets - outputs, targets))
+            least = 1e-8 * np.maximum(columns.var(axis=0), 1e-30)
+            units = np.sqrt(np.maximum(np.mean(residuals**2, axis=0), least))
+            outputs, targets, frame = outputs / units, targets / units, (*state, units)
+            held = held and (held[0], held[1] / units)
+        bases, squares = curvature.spectrum(frame, inputs, small)
+        silent = ", ".join(path for path in shapes if not squares[path].any())
+        if silent:
+            message = f"`laplace`: the outputs do not depend on {silent}, which keep the prior."
+            warnings.warn(message, stacklevel=2)
+        offsets = {p: np.asarray(x, np.float64) - centre.get(p, 0.0) for p, x in known.items()}
+        at = functools.partial(posterior, squares, offsets, likelihood, outputs, targets, per_layer)
+        chosen = prior_precision
+        if held is not None:
+            chosen = _best_on(held, at, curvature, frame, bases)
     variance, _, found = at(chosen)
     if prior_precision is None:
         _warn_at_the_edge(found, held is not None)

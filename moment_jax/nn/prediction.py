@@ -14,6 +14,7 @@ from flax import nnx
 from jax import Array
 
 from moment_jax.nn.plain import arguments, as_nnx
+from moment_jax.progress import advance, compiling, running
 from moment_jax.propagation.propagator import is_random_input
 from moment_jax.xla import inlined
 
@@ -31,13 +32,15 @@ def predicted(
     known = _Static(options)
     size = jax.tree.leaves(inputs)[0].shape[0] if axes and inputs else 0
     if size <= batch_size:
-        return _predicted(graph, state, inputs, known=known)
+        with compiling(_pass_of(model)):
+            return _predicted(graph, state, inputs, known=known)
     parts = []
     for first in range(0, size, batch_size):
         rows = np.arange(first, first + batch_size)
         rows = np.where(rows < size, rows, first)
         batch = jax.tree.map(lambda x, rows=rows: jnp.asarray(x)[rows], inputs)
-        parts.append(_predicted(graph, state, batch, known=known))
+        with compiling(_pass_of(model)):
+            parts.append(_predicted(graph, state, batch, known=known))
     return _joined(parts, size)
 
 
@@ -51,11 +54,22 @@ def compiled_pass(model: Any, inputs: Any, options: dict[str, Any]) -> Any:
     graph, state = nnx.split(model)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, inputs, options))):
         return model._moments(inputs, options)
-    return _pass(graph, state, inputs, known=_Static(options))
+    with compiling(_pass_of(model)):
+        return _pass(graph, state, inputs, known=_Static(options))
+
+
+def _pass_of(model: Any) -> str:
+    return f"the pass of {model.name} ({model.structure.__name__})"
 
 
 def beside_sampled(
-    model: Any, caller: str, x: Any, key: Array | None, samples: int, options: Any
+    model: Any,
+    caller: str,
+    x: Any,
+    key: Array | None,
+    samples: int,
+    progress: bool | None,
+    options: Any,
 ) -> list[Any]:
     """One pass, and mean and sd of sampled networks, each with its seconds, compiled."""
     inputs = arguments(x)
@@ -68,11 +82,19 @@ def beside_sampled(
         raise ValueError(f"`{caller}` needs samples >= 2. Got {samples}.")
     keys = jax.random.split(jax.random.key(0) if key is None else key, samples)
     own, known, found = (*nnx.split(model), inputs), _Static(options), []
-    for run in (partial(_pass, *own), partial(_drawn, *own, keys)):
-        jax.block_until_ready(run(known=known))  # compiles
-        start = time.perf_counter()
-        result = jax.block_until_ready(run(known=known))
-        found.append((result, time.perf_counter() - start))
+    passes = {
+        _pass_of(model): partial(_pass, *own),
+        "sampled networks": partial(_drawn, *own, keys),
+    }
+    with running(2 * len(passes), progress):
+        for what, run in passes.items():
+            with compiling(what):
+                jax.block_until_ready(run(known=known))
+            advance()
+            start = time.perf_counter()
+            result = jax.block_until_ready(run(known=known))
+            found.append((result, time.perf_counter() - start))
+            advance()
     return found
 
 
