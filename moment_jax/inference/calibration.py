@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,9 +14,25 @@ from moment_jax.inference import data as checks
 from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.likelihood import LogNoise
 from moment_jax.nn.plain import as_nnx, is_floating
+from moment_jax.objectives import Bernoulli, Categorical, Gaussian
 from moment_jax.posterior import Factorized
+from moment_jax.progress import advance, running
 
 LOG_FACTORS = math.log(2) * np.arange(-10, 1)  # of an array's root mean square: .001 to 1
+REFINED = 6  # further factors
+FEWEST = 100  # examples
+
+
+class CalibrationReceipt(NamedTuple):
+    """What held-out data say; log densities are in nats an example."""
+
+    factor: float  # f
+    log_density: float  # of the model
+    log_density_plain: float  # with the least noise
+    temperature: float | None  # which logits are best divided by
+    log_density_temperature: float | None
+    accuracy: float | None  # of the model's labels
+    accuracy_plain: float | None  # of the network's
 
 
 def calibrate(
@@ -28,7 +44,9 @@ def calibrate(
     structure: type[Covariance] = Separable,
     landmarks: int | None = None,
     batch_size: int = 256,
-) -> Bayesian:
+    progress: bool | None = None,
+    receipt: bool = False,
+) -> Any:
     """A trained network with noise on its weights, as much as held-out data call for.
 
     Every weight has the standard deviation f s, s the root mean square of its array, independent of all
@@ -37,7 +55,9 @@ def calibrate(
     passes over the held-out data and one compilation, which `model.predict` then shares.
 
     It makes a network less sure where its output is sensitive to the weights, so it is a temperature
-    with a little more, and no ensemble. A network that is not overconfident keeps the least noise.
+    with a little more, and no ensemble; the receipt has the temperature to compare. A network that is
+    not overconfident keeps the least noise. Of classes, a factor whose labels are right less often than
+    the network's, by more than two standard errors of the difference, is not taken.
 
     Args:
       network: a Flax NNX module in inference mode (`network.eval()`), or a linen module bound to its
@@ -53,18 +73,22 @@ def calibrate(
       structure: in which covariances are kept.
       landmarks: see `mj.Bayesian`.
       batch_size: examples in one pass.
+      progress: show a bar on stderr; None means if it is a terminal, False silences compilation too.
+      receipt: also return a `CalibrationReceipt`.
 
     Returns:
       A `mj.Bayesian` with `Factorized` beliefs.
 
     Raises:
-      TypeError, ValueError: if an argument is invalid or the network in training mode. It warns if f
-        gains nothing, or is 1, the largest that is tried.
+      TypeError, ValueError: if an argument is invalid, the network in training mode, or labels are worse
+        with every f, which tells of a wrong pass. It warns of fewer than 100 examples, if f gains
+        nothing, is 1, the largest that is tried, or was kept small for the labels' sake, and if real
+        targets are spread otherwise than their predictions.
 
     >>> import jax, moment_jax as mj
-    >>> x = jax.random.normal(jax.random.key(0), (40, 2))
+    >>> x = jax.random.normal(jax.random.key(0), (100, 2))
     >>> network = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    >>> y = network(x) * jnp.where(jnp.arange(40)[:, None] % 2, 0.6, 1.4)  # its slope is uncertain
+    >>> y = network(x) * jnp.where(jnp.arange(100)[:, None] % 2, 0.6, 1.4)  # its slope is uncertain
     >>> model = mj.calibrate(network, mj.Gaussian(0.01), (x, y))
     >>> sd = model.beliefs["kernel"].variance.mean() ** 0.5 / jnp.mean(network.kernel[...] ** 2) ** 0.5
     >>> 0.2 < float(sd) < 0.6
@@ -86,35 +110,114 @@ def calibrate(
     options: Any = {"structure": structure, "landmarks": landmarks}
     beliefs = nnx.traversals.unflatten_mapping(tree)
     model = Bayesian(network, likelihood, beliefs=beliefs, **options)
+    outputs = checks.outputs_of(plain, inputs, batch_size)
+    finite, came = np.isfinite(outputs).all(), "NaN or infinity"
+    checks.need("calibrate", finite, "a network with finite outputs", came)
+    if len(targets) < FEWEST:
+        _warn(
+            f"{len(targets)} examples choose a factor roughly: give {FEWEST} or more, better 200."
+        )
+    right = _right(_labels(likelihood, outputs), targets)
+    harmful: dict[float, float] = {}  # accuracies by the density of a factor that loses too much
 
-    def at(log_factor: float) -> tuple[float, Bayesian]:
-        """Log density of the held-out data, and the model with this factor and its best noise."""
+    def at(log_factor: float) -> tuple[float, Bayesian, Any]:
+        """Log density of the held-out data, the model with this factor, its predictions."""
         scaled = model.scaled(math.exp(log_factor))
         if isinstance(scaled.noise, LogNoise):
             scaled.noise.set_value(jnp.full(targets.shape[-1:], -jnp.inf))
             found = scaled.predict(*inputs, batch_size=batch_size)
-            if not np.isfinite(found.variance).all():
-                return -math.inf, scaled
-            squares, variances = (targets - np.asarray(found.mean)) ** 2, np.asarray(found.variance)
-            pairs = (x.reshape(-1, x.shape[-1]).T.astype(float) for x in (squares, variances))
-            scaled.noise.set_value(jnp.asarray([*map(_log_noise, *pairs)]))
+            scaled.noise.set_value(jnp.asarray(_log_noises(targets - found.mean, found.variance)))
         found = scaled.predict(*inputs, batch_size=batch_size)
-        density = float(np.asarray(found.log_prob(targets), np.float64).sum())
-        return (-math.inf if math.isnan(density) else density), scaled
+        density = float(np.asarray(found.log_prob(targets), np.float64).sum()) / len(targets)
+        advance()
+        return (-math.inf if math.isnan(density) else density), scaled, found
 
-    best = _highest(lambda x: at(x)[0], LOG_FACTORS, refined=6)
-    (density, found), (least, _) = at(best), at(LOG_FACTORS[0])
-    rule = "a network with finite outputs"
-    checks.need("calibrate", np.isfinite(density), rule, f"a log density of {density}")
-    gain = (density - least) / len(targets)
-    if gain < 1e-4 or best == LOG_FACTORS[-1]:
-        what = "is not overconfident" if gain < 1e-4 else "knows little about these data"
-        warnings.warn(
-            f"`calibrate`: held-out data chose the factor {math.exp(best):.3g} of the range from .001 "
-            f"to 1, which gains {gain:.2g} nats an example: the network {what}.",
-            stacklevel=2,
+    def of_harmless(log_factor: float) -> float:
+        density, _, found = at(log_factor)
+        now = _right(getattr(found, "label", None), targets)
+        lost = np.subtract(right, now, dtype=float)
+        if lost.mean() <= 2 * lost.std() / math.sqrt(lost.size):
+            return density
+        harmful[density] = now.mean()
+        return -math.inf
+
+    with running(len(LOG_FACTORS) + REFINED + 2, progress):
+        best = _highest(of_harmless, LOG_FACTORS, REFINED)
+        (density, found, prediction), (least, *_) = at(best), at(LOG_FACTORS[0])
+    rule, came = "predictions as right as the network's", f"{harmful.get(density, 0):.3f}"
+    mend = "The pass may be wrong: look at mj.Bayesian(network).check(x)."
+    checks.need(
+        "calibrate", density not in harmful, rule, f"accuracy {came} for {right.mean():.3f}", mend
+    )
+    rule, came = "a network with finite predictions", f"a log density of {density}"
+    checks.need("calibrate", np.isfinite(density), rule, came)
+    factor, gain, most = math.exp(best), density - least, max(harmful, default=-math.inf)
+    if most > density:
+        _warn(
+            f"the factor is {factor:.3g}. More noise has a higher density, but accuracy "
+            f"{harmful[most]:.3f} for {right.mean():.3f}."
         )
-    return found
+    elif gain < 1e-4 or best == LOG_FACTORS[-1]:
+        what = "is not overconfident" if gain < 1e-4 else "knows little about these data"
+        _warn(
+            f"held-out data chose the factor {factor:.3g} of the range from .001 to 1, which gains "
+            f"{gain:.2g} nats an example: the network {what}."
+        )
+    if isinstance(likelihood, Gaussian):
+        _check_spreads(targets - prediction.mean, prediction.variance)
+    if not receipt:
+        return found
+    of_label = getattr(prediction, "label", None)
+    both = () if of_label is None else (_right(of_label, targets), right)
+    accuracies: list[float | None] = [float(x.mean()) for x in both]
+    temperature, tempered = _temperature(likelihood, outputs, targets)
+    return found, CalibrationReceipt(
+        factor, density, least, temperature, tempered, *(accuracies or [None, None])
+    )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(f"`calibrate`: {message}", stacklevel=3)
+
+
+def _labels(likelihood: Any, outputs: np.ndarray) -> Any:
+    """The network's own classes, or None for real targets."""
+    if isinstance(likelihood, Categorical):
+        return outputs.argmax(axis=-1)
+    return outputs > 0 if isinstance(likelihood, Bernoulli) else None
+
+
+def _right(labels: Any, targets: np.ndarray) -> np.ndarray:
+    """Which labels are right; without labels all."""
+    return np.ones(1) if labels is None else np.asarray(labels) == np.round(targets)
+
+
+def _temperature(likelihood: Any, logits: np.ndarray, targets: np.ndarray) -> tuple[Any, Any]:
+    """The temperature that logits are best divided by, and the log density then, an example."""
+    if isinstance(likelihood, checks.REAL):
+        return None, None
+
+    def density(log: float) -> float:
+        return checks.log_likelihood(likelihood, logits / math.exp(log), targets, 1.0) / len(
+            targets
+        )
+
+    best = _highest(density, np.linspace(-3, 3, 25), refined=12)
+    return math.exp(best), density(best)
+
+
+def _check_spreads(residuals: Any, variances: Any) -> None:
+    """Warn of outputs that are spread otherwise than their targets are."""
+    axes = tuple(range(residuals.ndim - 1))
+    ratios = np.mean(np.asarray(variances), axis=axes) / np.mean(
+        np.asarray(residuals) ** 2, axis=axes
+    )
+    odd = int(np.argmax(np.abs(np.log(ratios))))
+    if not 1 / 4 < ratios[odd] < 4:
+        _warn(
+            f"the variance of output {odd} is {ratios[odd]:.3g} times its mean squared residual. Bring "
+            "outputs to one unit, give the right noise, or use mj.laplace."
+        )
 
 
 def _noisy(x: Any) -> Any:
@@ -123,18 +226,19 @@ def _noisy(x: Any) -> Any:
     return x if size == 0 else Factorized(x, jnp.full_like(x, size))
 
 
-def _log_noise(squares: np.ndarray, variances: np.ndarray) -> float:
-    """The log variance of the noise for which an output's residuals, N(0, v + noise), are likeliest.
+def _log_noises(residuals: Any, variances: Any) -> list[float]:
+    """Log variances (D,) of the noise with which residuals (..., D), N(0, v + noise), are likeliest."""
 
-    From their squares (N,).
-    """
-    most = math.log(max(np.mean(squares), np.finfo(np.float32).tiny))
+    def of_output(squares: np.ndarray, variances: np.ndarray) -> float:
+        def density(log_noise: float) -> float:
+            total = np.maximum(variances, 0) + math.exp(log_noise)
+            return -float(np.sum(np.log(total) + squares / total))
 
-    def density(log_noise: float) -> float:
-        total = np.maximum(variances, 0) + math.exp(log_noise)
-        return -float(np.sum(np.log(total) + squares / total))
+        most = math.log(max(np.mean(squares), np.finfo(np.float32).tiny))
+        return _highest(density, most - np.arange(0, 12, 0.5), refined=12)
 
-    return _highest(density, most - np.arange(0, 12, 0.5), refined=12)
+    pairs = (np.asarray(x, float).reshape(-1, x.shape[-1]).T for x in (residuals**2, variances))
+    return list(map(of_output, *pairs))
 
 
 def _highest(fn: Callable[[float], float], grid: np.ndarray, refined: int) -> float:

@@ -119,10 +119,13 @@ def _probabilities(network: nnx.Module, inputs: Inputs) -> Any:
     return found.reshape(-1, found.shape[-1])[0].round(3) if one else None
 
 
-def outputs_of(network: nnx.Module, inputs: Inputs) -> np.ndarray:
+def outputs_of(network: nnx.Module, inputs: Inputs, batch_size: int = 500) -> np.ndarray:
     """The network's outputs (N, ..., C), in double precision."""
-    split: Any = nnx.split(network, FLOATING, ...)
-    return np.asarray(_outputs(*split, inputs), np.float64)
+    split, size, parts = nnx.split(network, FLOATING, ...), len(inputs[0]), []  # type: Any, int, list[Any]
+    for start in range(0, size, batch_size):
+        rows = np.minimum(np.arange(start, start + min(batch_size, size)), size - 1)
+        parts.append(np.asarray(_outputs(*split, tuple(x[rows] for x in inputs)), np.float64))
+    return np.concatenate(parts)[:size]
 
 
 @partial(jax.jit, static_argnums=0)
