@@ -109,3 +109,13 @@ def test_derivatives_of_the_values_are_taken_however_they_are_written(fn):
         for f in (fn, RIGHT[fn])
     )
     assert jnp.allclose(found, known, rtol=1e-5)
+
+
+def test_a_weight_that_changes_nothing_but_for_rounding_is_no_false_alarm():
+    bias = mj.posterior.Factorized(jnp.full(1, 0.3), jnp.ones(1))
+    params = {"w": FAMILIES[1], "bias": bias}  # the softmax does not see the bias
+    found, known = (
+        mj.linearised(lambda p, x, f=f: f(x @ p["w"] + p["bias"]))(params, jnp.ones(3))[1]
+        for f in (softmax, jax.nn.softmax)
+    )
+    assert jnp.allclose(found.variance(), known.variance(), rtol=1e-5)
