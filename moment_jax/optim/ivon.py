@@ -92,10 +92,6 @@ def ivon(
     the gradient times the draw's offset, so there are no second derivatives. All parts of an accumulated
     gradient have to be taken at one draw.
 
-        drawn = mj.optim.ivon_draw(state, params, key)
-        grads = jax.grad(loss)(drawn)
-        updates, state = tx.update(grads, state, params, drawn=drawn)
-
     A too small `hess_init` or `ess` draws weights that are far off: the fit is then worse than Adam's.
     Weights may be of half precision, draws are of single: an offset is often below a weight's rounding.
     A layer that rounds its weights (`dtype=jnp.bfloat16`) does not see such an offset, and variances
