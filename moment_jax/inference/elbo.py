@@ -17,11 +17,18 @@ from jax import Array
 from moment_jax import objectives
 from moment_jax.covariance import Covariance
 from moment_jax.inference import data as checks
-from moment_jax.inference.standardised import Standardised, columns, columns_of, of_outputs
+from moment_jax.inference.standardised import (
+    Standardised,
+    brought_along,
+    columns,
+    columns_of,
+    of_outputs,
+)
 from moment_jax.inference.training import STEPS_AT_ONCE, Training
 from moment_jax.nn import PriorScale
 from moment_jax.nn import likelihood as likelihoods
 from moment_jax.nn.bayesian import Bayesian
+from moment_jax.progress import advance
 
 Data = tuple[tuple[np.ndarray, ...], np.ndarray]
 
@@ -36,38 +43,24 @@ FEWEST_HELD_OUT = 10
 
 
 class Course:
-    """What a training tells: its history, and a progress bar (tqdm, where that is installed).
+    """What a training tells: its history, and the bar of `progress`."""
 
-    Args:
-      total: number of steps.
-      shown: whether to show the bar.
-    """
-
-    def __init__(self, total: int, shown: bool) -> None:
+    def __init__(self, total: int) -> None:
         self.total, self.history = total, list[tuple[int, float, float]]()
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            self.bar = None
-        else:
-            self.bar = tqdm(total=total, unit="step", leave=False, disable=not shown)
 
     def __call__(self, step: int, loss: float, nll: float = math.nan) -> None:
         """After so many steps: the loss, and the held-out NLL if data are held out."""
+        advance(
+            step - self.history[-1][0] if self.history else step,
+            loss=f"{loss:.3f}",
+            held_out=f"{nll:.3f}",
+        )
         self.history.append((step, loss, nll))
-        if self.bar is not None:
-            self.bar.update(step - self.bar.n)
-            self.bar.set_postfix(loss=f"{loss:.3f}", held_out=f"{nll:.3f}")
-
-    def close(self) -> None:
-        """Take the bar away."""
-        if self.bar is not None:
-            self.bar.close()
 
 
 def by_elbo(
-    plain: nnx.Module, model: Bayesian | None, likelihood: Any, inputs: tuple[np.ndarray, ...],
-    targets: np.ndarray, shape: tuple[int, ...], course: Course, *, held_out: Any, random: Any,
+    plain: nnx.Module, likelihood: Any, inputs: tuple[np.ndarray, ...], targets: np.ndarray,
+    shape: tuple[int, ...], model: Bayesian | None, course: Course, *, held_out: Any, random: Any,
     patience: int | None, learning_rate: float | None, kl_weight: float | None,
     relative_scale: float | None, structure: type[Covariance] | None, seed: int,
 ) -> tuple[Bayesian, bool]:  # fmt: skip
@@ -92,6 +85,7 @@ def by_elbo(
         model = _as_it_is(model, options, of_inputs)
     else:
         if any(of_inputs) or of_targets:
+            plain = brought_along(plain, likelihood, inputs, targets, of_inputs, of_targets)
             plain = Standardised(plain, of_inputs, of_targets)
         model = Bayesian(plain, **{"relative_scale": 0.05, "learn_prior": True, **options})
     if model.kind is None:

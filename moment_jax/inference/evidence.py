@@ -16,10 +16,18 @@ from jax import Array
 from moment_jax.inference.curvature import Curvature
 from moment_jax.inference.data import REAL, need
 from moment_jax.inference.laplace_approximation import NUMBERS, LaplaceReceipt, log_likelihood
-from moment_jax.inference.standardised import Standardised, columns, columns_of, of_outputs
+from moment_jax.inference.standardised import (
+    Standardised,
+    brought_along,
+    columns,
+    columns_of,
+    of_outputs,
+    scaled,
+)
 from moment_jax.inference.training import Training
 from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.modules import FLOATING, Raveled
+from moment_jax.nn.static import Static
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
 from moment_jax.posterior import FullNormal
 
@@ -130,6 +138,8 @@ class Evidence:
         noise are re-estimated. `tell` is told the number of steps made and the mean log evidence.
         """
         first = self.network.weights[...]
+        curvature, frame = self._curvature(first)
+        curvature.check("fit", frame, self.inputs)
         training, _ = self._begun(first, rate, steps)
         starts = jnp.stack([first, *self._others(members - 1, seed)])
         states = jax.vmap(lambda weights: self._begun(weights, rate, steps)[1])(starts)
@@ -222,11 +232,15 @@ class Evidence:
 
     def _batches(self, name: str, weights: np.ndarray) -> Iterator[Any]:
         """What this method of `Curvature` gives for one batch of examples after the other."""
-        split: Any = nnx.split(self._at(jnp.asarray(weights)), FLOATING, ...)
+        of, frame = self._curvature(jnp.asarray(weights))
+        return of.batches(getattr(of, name), frame, self.inputs, max(1, of.rows // of.count))
+
+    def _curvature(self, weights: Array) -> tuple[Curvature, Any]:
+        split: Any = nnx.split(self._at(weights), FLOATING, ...)
         graph, *frame = split
         shapes, rows = (("weights", (weights.size, 1)),), max(1, min(256, NUMBERS // weights.size))
-        of = Curvature(graph, self.kind, shapes, rows, math.prod(self.shape))
-        return of.batches(getattr(of, name), tuple(frame), self.inputs, max(1, rows // of.count))
+        of = Curvature(Static(graph), self.kind, shapes, rows, math.prod(self.shape))
+        return of, (*frame, np.ones(1))
 
     def _begun(self, weights: Array, rate: float, steps: int) -> tuple[Training, Any]:
         return Training.of(self._at(weights), _adam(rate, steps), Loss(self.kind))
@@ -254,8 +268,6 @@ def by_evidence(
 ) -> tuple[list[Bayesian], tuple[LaplaceReceipt, ...]]:  # fmt: skip
     """The models for columns in their own units, and their receipts; see `fit` and `maximised`."""
     of_inputs = list(map(columns_of, inputs))
-    pairs = zip(inputs, of_inputs, strict=True)
-    scaled = tuple(x if of is None else (x - of[0]) / of[1] for x, of in pairs)
     known, of_targets, units = likelihood, None, 0.0
     learned = likelihood == Gaussian()
     if isinstance(likelihood, REAL):
@@ -266,9 +278,12 @@ def by_evidence(
         if isinstance(likelihood, Gaussian) and not learned:  # of all outputs, which share a scale
             spread = np.full_like(spread, np.sqrt(np.mean(spread**2)))
             known = Gaussian(float(likelihood.noise_variance / spread[0] ** 2))
-        targets, of_targets = (targets - centre) / spread, of_outputs(likelihood, centre, spread)
+        of_targets = of_outputs(likelihood, centre, spread)
         units = float(targets.size * np.mean(np.log(spread)))
-    evidence = Evidence(Raveled(network), known, scaled, targets, shape)
+    network = brought_along(network, likelihood, inputs, targets, of_inputs, of_targets)
+    if of_targets:
+        targets = (targets - centre) / spread
+    evidence = Evidence(Raveled(network), known, scaled(inputs, of_inputs), targets, shape)
     found = evidence.maximised(members, steps, rate, seed, lambda n, x: tell(n, x - units))
     models = []
     for mean, cov, receipt, _ in found:

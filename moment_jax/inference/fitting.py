@@ -1,7 +1,7 @@
 """`fit`: a model from data in one call, trained by the evidence or by the analytic ELBO."""
 
 import functools
-import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.mixture import Mixture
 from moment_jax.nn.modules import FLOATING, as_nnx
 from moment_jax.objectives import Gaussian
+from moment_jax.progress import running, tell
 
 SETTLED = 0.05  # nats for each example: the last change of the log evidence
 
@@ -73,6 +74,7 @@ def fit(
 
     Columns may be in any unit: floating inputs (N, D) and the targets of a Gaussian likelihood are
     brought to mean 0 and standard deviation 1 inside the model, whose network is then a `Standardised`.
+    A network that was trained in the columns' own units starts as it is: its layers take the units.
     Images, sequences and integers stay as they are: scale them to about one.
 
     Args:
@@ -111,7 +113,8 @@ def fit(
 
     Raises:
       TypeError, ValueError: if an argument is invalid, or the training diverges. It warns if `max_steps`
-        ended while the held-out density was still improving.
+        ended while the held-out density or the evidence still changed, and of a trained network that
+        cannot take the units.
 
     >>> import moment_jax as mj
     >>> x = np.linspace(-100, 100, 60)[:, None]
@@ -129,9 +132,6 @@ def fit(
         "relative_scale": relative_scale, "structure": structure,
     }  # fmt: skip
     objective, reason = _chosen(objective, network, likelihood, members, own)
-    shown = sys.stderr.isatty() if progress is None else progress
-    if shown:
-        print(f"fit: objective={objective!r}, for {reason}", file=sys.stderr)
     if isinstance(network, Bayesian) and network.kind is not None:
         likelihood = _own_likelihood(network, likelihood)
     else:
@@ -143,24 +143,31 @@ def fit(
     else:
         plain = as_nnx(network, output)
     inputs, targets, shape = checks.data("fit", plain, likelihood, data)
-    course = Course(max_steps or (EVIDENCE_STEPS if objective == "evidence" else ELBO_STEPS), shown)
+    course = Course(max_steps or (EVIDENCE_STEPS if objective == "evidence" else ELBO_STEPS))
+    given = plain, likelihood, inputs, targets, shape
     evidence: tuple[LaplaceReceipt, ...] = ()
-    if objective == "evidence":
-        models, evidence = by_evidence(
-            plain, likelihood, inputs, targets, shape, members=int(members), steps=course.total,
-            rate=learning_rate or EVIDENCE_RATE, seed=seed,
-            tell=lambda step, value: course(step, -value / len(targets)),
-        )  # fmt: skip
-        model = models[0] if members == 1 else Mixture(models)
-        (_, before, _), (_, last, _) = course.history[-2:]
-        converged = abs(last - before) < SETTLED
-    else:
-        random_network = network if isinstance(network, Bayesian) else None
-        model, converged = by_elbo(
-            plain, random_network, likelihood, inputs, targets, shape, course, seed=seed,
-            learning_rate=learning_rate, **own,
-        )  # fmt: skip
-    course.close()
+    what = f"the training of {type(network).__name__}"
+    with running(what, course.total, progress) as shown:
+        if shown:
+            tell(f"fit: objective={objective!r}, for {reason}")
+        if objective == "evidence":
+            models, evidence = by_evidence(
+                *given, members=int(members), steps=course.total, rate=learning_rate or EVIDENCE_RATE,
+                seed=seed, tell=lambda step, value: course(step, -value / len(targets)),
+            )  # fmt: skip
+            model = models[0] if members == 1 else Mixture(models)
+            (_, before, _), (_, last, _) = course.history[-2:]
+            converged = abs(last - before) < SETTLED
+        else:
+            known = network if isinstance(network, Bayesian) else None
+            rate = learning_rate
+            model, converged = by_elbo(*given, known, course, seed=seed, learning_rate=rate, **own)
+    if evidence and not converged:
+        warnings.warn(
+            f"`fit` stopped without having converged: the last tenth of {course.total} steps changed "
+            f"the log evidence by {abs(last - before):.2g} nats an example. Take more max_steps.",
+            stacklevel=2,
+        )
     told = FitReceipt(course.history, converged, objective, reason, evidence)
     return (model, told) if receipt else model
 

@@ -1,5 +1,7 @@
 """Columns in their own units: their means and standard deviations, and a network that knows them."""
 
+import itertools
+import warnings
 from typing import Any
 
 import jax
@@ -8,6 +10,8 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from moment_jax.inference.data import REAL, outputs_of
+from moment_jax.inference.laplace_approximation import log_likelihood
 from moment_jax.objectives import HeteroscedasticGaussian
 
 
@@ -52,3 +56,61 @@ def of_outputs(likelihood: Any, centre: np.ndarray, spread: np.ndarray) -> tuple
 def columns_of(x: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     """Those of an input if it is a table of real columns (N, D), else None."""
     return columns(x) if x.ndim == 2 and x.dtype.kind == "f" else None
+
+
+def scaled(inputs: tuple[np.ndarray, ...], of_inputs: Any) -> tuple[np.ndarray, ...]:
+    """Inputs in standard units."""
+    pairs = zip(inputs, of_inputs, strict=True)
+    return tuple(x if of is None else (x - of[0]) / of[1] for x, of in pairs)
+
+
+def brought_along(
+    network: nnx.Module, likelihood: Any, inputs: tuple[np.ndarray, ...], targets: np.ndarray,
+    of_inputs: Any, of_outputs: Any,
+) -> nnx.Module:  # fmt: skip
+    """The network for standard units: of one that was trained in the columns' own, a copy that agrees.
+
+    A network is trained if it predicts better than the targets' mean and than in standard units. Its
+    first and last dense layers then take the units, if `standardised(copy)(x) == network(x)`.
+    """
+    rows = np.linspace(0, len(targets) - 1, min(len(targets), 500)).astype(int)
+    raw, y = tuple(x[rows] for x in inputs), targets[rows]
+    centre, spread = of_outputs or (0.0, 1.0)
+
+    def misfit(outputs: np.ndarray) -> Any:
+        if isinstance(likelihood, REAL):
+            return np.mean(((outputs[..., : y.shape[-1]] - y) / y.std(axis=0)) ** 2)
+        return -log_likelihood(likelihood, outputs, y, 1.0) / len(y)
+
+    def started(network: nnx.Module) -> np.ndarray:
+        return centre + spread * outputs_of(network, scaled(raw, of_inputs))
+
+    own = outputs_of(network, raw)
+    level = 1.0 if isinstance(likelihood, REAL) else np.log(max(2, own.shape[-1]))
+    state = nnx.to_flat_state(nnx.state(network, nnx.Param))
+    params = {path: np.asarray(x[...], float) for path, x in state}
+    with np.errstate(all="ignore"):
+        if not (params and misfit(own) < 0.9 * min(misfit(started(network)), level)):
+            return network
+    layers = [p[:-1] for p, x in params.items() if p[-1] == "kernel" and x.ndim == 2]
+    known = [of for of in of_inputs if of is not None]
+    for first, last in itertools.product(layers if len(known) == 1 else [()], layers):
+        new, copy = dict(params), nnx.clone(network)
+        try:
+            for mean, sd in known:
+                new[(*first, "bias")] = new[(*first, "bias")] + mean @ new[(*first, "kernel")]
+                new[(*first, "kernel")] = sd[:, None] * new[(*first, "kernel")]
+            new[(*last, "bias")] = (new[(*last, "bias")] - centre) / spread
+            new[(*last, "kernel")] = new[(*last, "kernel")] / spread
+        except (KeyError, ValueError):  # no bias, or other sizes
+            continue
+        for path, x in nnx.to_flat_state(nnx.state(copy, nnx.Param)):
+            x.set_value(jnp.asarray(new[path], x[...].dtype))
+        if np.abs(started(copy) - own).max() < 0.01 * own.std():
+            return copy
+    warnings.warn(
+        "`fit` standardises columns, and found no dense layers that could take the units of this "
+        "trained network: it starts anew. Standardise the columns before the network is trained.",
+        stacklevel=5,
+    )
+    return network

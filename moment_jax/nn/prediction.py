@@ -16,6 +16,8 @@ from jax import Array
 from moment_jax.nn.inputs import arguments, check_inputs, check_key
 from moment_jax.nn.modules import as_nnx
 from moment_jax.nn.static import Static
+from moment_jax.progress import advance, running
+from moment_jax.propagation.propagator import is_random_input
 from moment_jax.xla import inlined
 
 
@@ -37,19 +39,21 @@ def predicted(
 
     The last batch is filled up with its first example.
     """
-    if batch_size < 1:
-        raise ValueError(f"`predict` needs batch_size >= 1. Got {batch_size}.")
+    if not isinstance(batch_size, int | np.integer) or batch_size < 1:
+        raise ValueError(f"`predict` needs an integer batch_size >= 1. Got {batch_size}.")
     graph, state = nnx.split(model)
     known = Static(options)
     size = jax.tree.leaves(inputs)[0].shape[0] if axes and inputs else 0
     if size <= batch_size:
-        return _predicted(graph, state, inputs, known=known)
+        with running(_name(model)):
+            return _predicted(graph, state, inputs, known=known)
     parts = []
     for first in range(0, size, batch_size):
         rows = np.arange(first, first + batch_size)
         rows = np.where(rows < size, rows, first)
         batch = jax.tree.map(lambda x, rows=rows: jnp.asarray(x)[rows], inputs)
-        parts.append(_predicted(graph, state, batch, known=known))
+        with running(_name(model)):
+            parts.append(_predicted(graph, state, batch, known=known))
     return _joined(parts, size)
 
 
@@ -63,25 +67,39 @@ def compiled_pass(model: Any, inputs: Any, options: dict[str, Any]) -> Any:
     graph, state = nnx.split(model)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, inputs, options))):
         return model._moments(inputs, options)
-    return _pass(graph, state, inputs, known=Static(options))
+    with running(_name(model)):
+        return _pass(graph, state, inputs, known=Static(options))
+
+
+def _name(model: Any) -> str:
+    return f"the pass of {model.name} ({model.structure.__name__})"
 
 
 def beside_sampled(
-    model: Any, caller: str, x: Any, key: Array | None, samples: int, options: Any
-) -> list[Any]:
+    model: Any, caller: str, x: Any, key: Array | None, samples: int, options: Any,
+    progress: bool | None,
+) -> list[Any]:  # fmt: skip
     """One pass, and mean and sd of sampled networks, each with its seconds, compiled."""
     inputs, key = arguments(x), jax.random.key(0) if key is None else key
     check_inputs(inputs, model.batch_axes, model.structure)
     check_key(caller, key)
+    if any(map(is_random_input, inputs)):
+        raise ValueError(
+            f"`{caller}` draws networks, and needs certain inputs. Got the moments of a random one. "
+            "Give its mean, or sample the input and call model(x) for each."
+        )
     if samples < 2:
         raise ValueError(f"`{caller}` needs samples >= 2. Got {samples}.")
     keys = jax.random.split(key, samples)
     own, known, found = (*nnx.split(model), inputs), Static(options), []
-    for run in (partial(_pass, *own), partial(_drawn, *own, keys)):
-        jax.block_until_ready(run(known=known))  # compiles
-        start = time.perf_counter()
-        result = jax.block_until_ready(run(known=known))
-        found.append((result, time.perf_counter() - start))
+    with running(f"{_name(model)}, or sampled networks", 4, progress):
+        for run in (partial(_pass, *own), partial(_drawn, *own, keys)):
+            jax.block_until_ready(run(known=known))  # compiles
+            advance()
+            start = time.perf_counter()
+            result = jax.block_until_ready(run(known=known))
+            found.append((result, time.perf_counter() - start))
+            advance()
     return found
 
 

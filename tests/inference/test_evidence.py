@@ -21,7 +21,10 @@ X = RNG.normal(size=(40, 3))
 Y = X @ [[1.0, 0.3], [-2.0, 0.0], [0.5, 1.0]] + 0.3 * RNG.normal(size=(40, 2))
 LABELS = (X[:, 0] > 0).astype(int) + (X[:, 1] > 0.5)
 
-pytestmark = pytest.mark.usefixtures("ranks_of_a_user")
+pytestmark = [
+    pytest.mark.usefixtures("ranks_of_a_user"),
+    pytest.mark.filterwarnings("ignore:.*without having converged:UserWarning"),
+]
 
 
 def linear(outputs=1, **options):
@@ -107,6 +110,12 @@ def test_noise_of_the_input_by_dense_formulas(rows):
     joint = stats.norm.logpdf(y[:, 0], mean, np.exp(log_noise / 2)).sum() + prior
     laplace = joint + 13 * np.log(2 * np.pi) - np.linalg.slogdet(matrix)[1] / 2
     assert receipt.log_evidence == pytest.approx(laplace, rel=1e-9)
+
+
+def test_targets_of_different_noise_are_told():
+    y = np.stack([X[:, 0], RNG.normal(size=40)], axis=1)
+    with pytest.warns(UserWarning, match="same share of each output's variance. Got residuals of"):
+        fit(linear(2), data=(X, y))
 
 
 class OneNoise(nnx.Module):
@@ -253,7 +262,6 @@ def test_a_known_noise_ten_rows_and_constant_inputs():
         ({"network": mj.Bayesian(linear(2))}, "elbo", "a Bayesian"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*without having converged:UserWarning")
 def test_the_default(change, objective, reason, capsys):
     outputs = 3 if change.get("likelihood") is CATEGORICAL else 2
     options = {"network": linear(outputs), "objective": None, "max_steps": 20, "progress": True}
