@@ -6,11 +6,5 @@ from moment_jax.inference.laplace_approximation import LaplaceReceipt, laplace
 from moment_jax.inference.training import Training
 
 __all__ = [
-    "CalibrationReceipt",
-    "FitReceipt",
-    "LaplaceReceipt",
-    "Training",
-    "calibrate",
-    "fit",
-    "laplace",
-]
+    "CalibrationReceipt", "FitReceipt", "LaplaceReceipt", "Training", "calibrate", "fit", "laplace",
+]  # fmt: skip

@@ -15,13 +15,12 @@ from moment_jax.inference.laplace_approximation import log_likelihood
 from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.likelihood import LogNoise
 from moment_jax.nn.modules import as_nnx, is_floating
-from moment_jax.objectives import Bernoulli, Categorical
+from moment_jax.objectives import Bernoulli, Categorical, Gaussian
 from moment_jax.posterior import Factorized
 from moment_jax.progress import advance, running
 
 LOG_FACTORS = math.log(2) * np.arange(-10, 1)  # of an array's root mean square: .001 to 1
-REFINED = 6  # further factors
-FEWEST = 100  # examples
+REFINED, FEWEST = 6, 100  # further factors; examples
 
 
 class CalibrationReceipt(NamedTuple):
@@ -84,8 +83,9 @@ def calibrate(
 
     Raises:
       TypeError, ValueError: if an argument is invalid, the network in training mode, or labels are worse
-        with every f, which tells of a wrong pass. It warns of fewer than 100 examples, and if f gains
-        nothing, is 1, the largest that is tried, or was kept small for the labels' sake.
+        with every f, which tells of a wrong pass. It warns of fewer than 100 examples, if f gains
+        nothing, is 1, the largest that is tried, or was kept small for the labels' sake, and of
+        real outputs that are spread otherwise than their targets.
 
     >>> import jax, moment_jax as mj
     >>> x = jax.random.normal(jax.random.key(0), (100, 2))
@@ -113,66 +113,70 @@ def calibrate(
     beliefs = nnx.traversals.unflatten_mapping(tree)
     model = Bayesian(plain, likelihood, beliefs=beliefs, **options)
     outputs = checks.outputs_of(plain, inputs, batch_size)
-    finite, rule = np.isfinite(outputs).all(), "a network with finite outputs"
-    checks.need("calibrate", finite, rule, "NaN or infinity")
+    rule = "a network with finite outputs"
+    checks.need("calibrate", np.isfinite(outputs).all(), rule, "NaN or infinity")
     if len(targets) < FEWEST:
         _warn(f"{len(targets)} examples choose a factor roughly: give {FEWEST} or more.")
     classes = isinstance(likelihood, Categorical | Bernoulli)
-    labels = outputs.argmax(-1) if isinstance(likelihood, Categorical) else outputs > 0
-    right = labels == np.round(targets) if classes else np.ones(1)
-    harmful: dict[float, float] = {}  # accuracies by the density of a factor that loses too much
+    harmful = [-math.inf]  # densities with factors that lose accuracy
+
+    def right(labels: Any) -> np.ndarray:
+        return np.asarray(labels == np.round(targets) if classes else [1.0], float)
+
+    plainly = right(outputs.argmax(-1) if isinstance(likelihood, Categorical) else outputs > 0)
 
     def at(log_factor: float) -> tuple[float, Bayesian, Any]:
-        """Log density of the held-out data, the model with this factor, which labels are right."""
+        """Log density of the held-out data, the model with this factor, its predictions."""
         scaled = model.scaled(math.exp(log_factor))
         if isinstance(scaled.noise, LogNoise):
             scaled.noise.set_value(jnp.full(targets.shape[-1:], -jnp.inf))
             found = scaled.predict(*inputs, batch_size=batch_size)
             scaled.noise.set_value(jnp.asarray(_log_noises(targets - found.mean, found.variance)))
         found = scaled.predict(*inputs, batch_size=batch_size)
-        density = float(np.asarray(found.log_prob(targets), np.float64).mean(0).sum())
+        density = float(np.asarray(found.log_prob(targets), np.float64).sum()) / len(targets)
         advance()
-        now = np.asarray(found.label) == np.round(targets) if classes else right
-        return (-math.inf if math.isnan(density) else density), scaled, now
-
-    def of_harmless(log_factor: float) -> float:
-        density, _, now = at(log_factor)
-        lost = np.subtract(right, now, dtype=float)
-        if lost.mean() <= 2 * lost.std() / math.sqrt(lost.size):
-            return density
-        harmful[density] = now.mean()
-        return -math.inf
+        lost = plainly - right(getattr(found, "label", None))
+        if lost.mean() > 2 * lost.std() / math.sqrt(lost.size):
+            harmful.append(density)
+            density = -math.inf
+        return (-math.inf if math.isnan(density) else density), scaled, found
 
     with running("a pass", len(LOG_FACTORS) + REFINED + 2, progress):
-        best = _highest(of_harmless, LOG_FACTORS, REFINED)
-        (density, found, now), (least, *_) = at(best), at(LOG_FACTORS[0])
-    came = f"accuracy {now.mean():.3f} for {right.mean():.3f}"
-    mend = "The pass may be wrong: look at mj.Bayesian(network).check(x)."
-    rule = "predictions as right as the network's"
-    checks.need("calibrate", density not in harmful, rule, came, mend)
-    rule = "a network with finite predictions"
-    checks.need("calibrate", np.isfinite(density), rule, f"a log density of {density}")
-    factor, gain, most = math.exp(best), density - least, max(harmful, default=-math.inf)
-    if most > density:
-        came = f"accuracy {harmful[most]:.3f} for {right.mean():.3f}"
-        _warn(f"the factor is {factor:.3g}. More noise has a higher density, but {came}.")
+        best = _highest(lambda x: at(x)[0], LOG_FACTORS, REFINED)
+        (density, found, predicted), (least, *_) = at(best), at(LOG_FACTORS[0])
+    now = right(getattr(predicted, "label", None))
+    rule, came = "finite predictions as right as the network's", f"accuracy {now.mean():.3f}"
+    came, mend = f"{came} for {plainly.mean():.3f}", "Look at mj.Bayesian(network).check(x)."
+    checks.need("calibrate", np.isfinite(density), rule, came, mend)
+    factor, gain = math.exp(best), density - least
+    if max(harmful) > density:
+        _warn(f"the factor is {factor:.3g}: more noise has a higher density, but lowers accuracy.")
     elif gain < 1e-4 or best == LOG_FACTORS[-1]:
         what = "is not overconfident" if gain < 1e-4 else "knows little about these data"
         _warn(
             f"held-out data chose the factor {factor:.3g} of the range from .001 to 1, which gains "
             f"{gain:.2g} nats an example: the network {what}."
         )
-    if not receipt:
-        return found
-    if not classes:
-        return found, CalibrationReceipt(factor, density, least, None, None, None, None)
+    if isinstance(likelihood, Gaussian):
+        squares = ((targets - predicted.mean) ** 2).reshape(-1, targets.shape[-1]).mean(axis=0)
+        ratios = predicted.variance.reshape(-1, targets.shape[-1]).mean(axis=0) / squares
+        odd = int(np.argmax(np.abs(np.log(ratios))))
+        if not 1 / 4 < ratios[odd] < 4:
+            came = f"variance of output {odd} is {ratios[odd]:.3g} times its mean squared residual"
+            _warn(
+                f"the {came}. Bring outputs to one unit, give the right noise, or use mj.laplace."
+            )
 
     def tempered(log: float) -> float:
         return log_likelihood(likelihood, outputs / math.exp(log), targets, 1.0) / len(targets)
 
-    log = _highest(tempered, np.linspace(-3, 3, 25), refined=12)
-    both = math.exp(log), tempered(log), float(now.mean()), float(right.mean())
-    return found, CalibrationReceipt(factor, density, least, *both)
+    if not receipt:
+        return found
+    facts: Any = [None] * 4
+    if classes:
+        log = _highest(tempered, np.linspace(-3, 3, 25), refined=12)
+        facts = math.exp(log), tempered(log), float(now.mean()), float(plainly.mean())
+    return found, CalibrationReceipt(factor, density, least, *facts)
 
 
 def _warn(message: str) -> None:

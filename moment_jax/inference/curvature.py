@@ -23,6 +23,13 @@ Frame = tuple[nnx.State, nnx.State, Any]
 Arrays = dict[str, Any]  # by path; of bases: (U, W), None for the entries, () before they are known
 
 
+def check_network(caller: str, split: Any, inputs: Any) -> None:
+    """Raise if derivatives by the weights are not those of the values."""
+    graph, weights, *rest = split
+    one = tuple(x[:1] for x in inputs)
+    check_derivatives(caller, lambda at: nnx.merge(graph, at, *rest, copy=True)(*one), weights)
+
+
 def by_path(tree: Any) -> Arrays:
     """All arrays of a state or a tree of parameters."""
     pure = nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else tree
@@ -57,11 +64,6 @@ class Curvature:
     shapes: tuple[tuple[str, tuple[int, int]], ...]  # every array as a matrix (in, out), by path
     rows: int  # of the Jacobian at once, of all examples together
     count: int  # outputs of one example
-
-    def check(self, caller: str, frame: Frame, inputs: Any) -> None:
-        """Raise if the network's derivatives are not those of its values."""
-        one = jax.tree.map(lambda x: x[0], inputs)
-        check_derivatives(caller, lambda at: self._of_one((at, *frame[1:]), one), frame[0])
 
     @partial(jax.jit, static_argnums=0)
     def outputs(self, frame: Frame, _: Array, inputs: Any) -> Array:
@@ -171,7 +173,7 @@ class Curvature:
         """The sum of `fn` over batches."""
         found: Any = None
         for part in self.batches(fn, frame, data, max(1, self.rows // self.count), *more):
-            found = part if found is None else jax.tree.map(np.add, found, part)
+            found = jax.tree.map(np.add, found, part) if found is not None else part
             advance()
         return found
 

@@ -98,9 +98,10 @@ def data(
 def _probabilities(network: nnx.Module, inputs: Inputs) -> Any:
     """An output if the outputs are probabilities: of sum one, or from 0 to 1 at large weights too."""
     rng, large = np.random.default_rng(0), nnx.clone(network)
-    state = nnx.state(large, FLOATING)
-    state = jax.tree.map(lambda x: jnp.asarray(9 * rng.normal(size=x.shape), x.dtype), state)
-    nnx.update(large, state)
+    for x in jax.tree.leaves(
+        nnx.state(large, FLOATING), is_leaf=lambda x: isinstance(x, nnx.Param)
+    ):
+        x.set_value(jnp.asarray(9 * rng.normal(size=x.shape), x.dtype))
     found, other = outputs_of(network, inputs), outputs_of(large, inputs)
     within = [((x >= 0) & (x <= 1)).all() for x in (found, other)]
     one = found.shape[-1] > 1 and np.allclose(found.sum(axis=-1), 1, atol=1e-2)
@@ -146,9 +147,8 @@ def _kept(check: Any, what: str, x: np.ndarray, dtype: Any) -> None:
     if x.dtype == dtype or x.dtype.itemsize < 4 or not x.size:
         return
     columns = x.reshape(-1, x.shape[-1] if x.ndim > 1 else 1).astype(np.float64)
-    lost, size = (np.abs(y).max(axis=0) for y in (columns.astype(dtype) - columns, columns))
-    sd = columns.std(axis=0)
-    for i in np.flatnonzero((lost > 0.005 * sd) & (sd > 1e-12 * size)):
+    lost, sd = np.abs(columns.astype(dtype) - columns).max(axis=0), columns.std(axis=0)
+    for i in np.flatnonzero((lost > 0.005 * sd) & (sd > 1e-12 * np.abs(columns).max(axis=0))):
         rule = f"{what} that {np.dtype(dtype)} holds to a hundredth of their standard deviation"
         came = f"a column {i} of mean {columns[:, i].mean():.9g} and standard deviation {sd[i]:.3g}"
         check(False, rule, came, f"Subtract its mean in float64, here and from all {what} to come.")

@@ -13,17 +13,10 @@ import optax
 from flax import nnx
 from jax import Array
 
-from moment_jax.inference.curvature import Curvature
+from moment_jax.inference import standardised
+from moment_jax.inference.curvature import Curvature, check_network
 from moment_jax.inference.data import REAL, need
 from moment_jax.inference.laplace_approximation import NUMBERS, LaplaceReceipt, log_likelihood
-from moment_jax.inference.standardised import (
-    Standardised,
-    brought_along,
-    columns,
-    columns_of,
-    of_outputs,
-    scaled,
-)
 from moment_jax.inference.training import Training
 from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.modules import FLOATING, Raveled
@@ -138,8 +131,6 @@ class Evidence:
         noise are re-estimated. `tell` is told the number of steps made and the mean log evidence.
         """
         first = self.network.weights[...]
-        curvature, frame = self._curvature(first)
-        curvature.check("fit", frame, self.inputs)
         training, _ = self._begun(first, rate, steps)
         starts = jnp.stack([first, *self._others(members - 1, seed)])
         states = jax.vmap(lambda weights: self._begun(weights, rate, steps)[1])(starts)
@@ -232,15 +223,12 @@ class Evidence:
 
     def _batches(self, name: str, weights: np.ndarray) -> Iterator[Any]:
         """What this method of `Curvature` gives for one batch of examples after the other."""
-        of, frame = self._curvature(jnp.asarray(weights))
-        return of.batches(getattr(of, name), frame, self.inputs, max(1, of.rows // of.count))
-
-    def _curvature(self, weights: Array) -> tuple[Curvature, Any]:
-        split: Any = nnx.split(self._at(weights), FLOATING, ...)
+        split: Any = nnx.split(self._at(jnp.asarray(weights)), FLOATING, ...)
         graph, *frame = split
         shapes, rows = (("weights", (weights.size, 1)),), max(1, min(256, NUMBERS // weights.size))
         of = Curvature(Static(graph), self.kind, shapes, rows, math.prod(self.shape))
-        return of, (*frame, np.ones(1))
+        given = (*frame, np.ones(1)), self.inputs, max(1, rows // of.count)
+        return of.batches(getattr(of, name), *given)
 
     def _begun(self, weights: Array, rate: float, steps: int) -> tuple[Training, Any]:
         return Training.of(self._at(weights), _adam(rate, steps), Loss(self.kind))
@@ -267,28 +255,32 @@ def by_evidence(
     tell: Callable[[int, float], None],
 ) -> tuple[list[Bayesian], tuple[LaplaceReceipt, ...]]:  # fmt: skip
     """The models for columns in their own units, and their receipts; see `fit` and `maximised`."""
-    of_inputs = list(map(columns_of, inputs))
+    of_inputs = list(map(standardised.columns_of, inputs))
     known, of_targets, units = likelihood, None, 0.0
     learned = likelihood == Gaussian()
     if isinstance(likelihood, REAL):
         varies = (targets != targets[:1]).reshape(-1, targets.shape[-1]).any(axis=0)
         mend = "Leave it out: a constant needs no network."
         need("fit", varies.all(), "targets that vary", "a column of one value", mend)
-        centre, spread = columns(targets)
+        centre, spread = standardised.columns(targets)
         if isinstance(likelihood, Gaussian) and not learned:  # of all outputs, which share a scale
             spread = np.full_like(spread, np.sqrt(np.mean(spread**2)))
             known = Gaussian(float(likelihood.noise_variance / spread[0] ** 2))
-        of_targets = of_outputs(likelihood, centre, spread)
+        of_targets = standardised.of_outputs(likelihood, centre, spread)
         units = float(targets.size * np.mean(np.log(spread)))
-    network = brought_along(network, likelihood, inputs, targets, of_inputs, of_targets)
+    network = standardised.brought_along(
+        network, likelihood, inputs, targets, of_inputs, of_targets
+    )
     if of_targets:
         targets = (targets - centre) / spread
-    evidence = Evidence(Raveled(network), known, scaled(inputs, of_inputs), targets, shape)
+    scaled = standardised.scaled(inputs, of_inputs)
+    check_network("fit", nnx.split(network, FLOATING, ...), scaled)
+    evidence = Evidence(Raveled(network), known, scaled, targets, shape)
     found = evidence.maximised(members, steps, rate, seed, lambda n, x: tell(n, x - units))
     models = []
     for mean, cov, receipt, _ in found:
         noise = Gaussian(jnp.asarray(receipt.noise_variance * spread**2)) if learned else likelihood
-        whole = Raveled(Standardised(network, of_inputs, of_targets))
+        whole = Raveled(standardised.Standardised(network, of_inputs, of_targets))
         joint: Any = jnp.asarray(mean, whole.weights[...].dtype), cov
         beliefs = {"weights": FullNormal(*joint)}
         models.append(Bayesian(whole, noise, beliefs=beliefs, linearised=True))

@@ -1,6 +1,7 @@
 """`fit`: a model from data in one call, trained by the evidence or by the analytic ELBO."""
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.mixture import Mixture
 from moment_jax.nn.modules import FLOATING, as_nnx
 from moment_jax.objectives import Gaussian
-from moment_jax.progress import running, tell
+from moment_jax.progress import running
 
 SETTLED = 0.05  # nats for each example: the last change of the log evidence
 
@@ -149,7 +150,7 @@ def fit(
     what = f"the training of {type(network).__name__}"
     with running(what, course.total, progress) as shown:
         if shown:
-            tell(f"fit: objective={objective!r}, for {reason}")
+            print(f"fit: objective={objective!r}, for {reason}", file=sys.stderr)
         if objective == "evidence":
             models, evidence = by_evidence(
                 *given, members=int(members), steps=course.total, rate=learning_rate or EVIDENCE_RATE,
@@ -159,9 +160,9 @@ def fit(
             (_, before, _), (_, last, _) = course.history[-2:]
             converged = abs(last - before) < SETTLED
         else:
-            known = network if isinstance(network, Bayesian) else None
-            rate = learning_rate
-            model, converged = by_elbo(*given, known, course, seed=seed, learning_rate=rate, **own)
+            own |= {"seed": seed, "learning_rate": learning_rate}
+            itself = network if isinstance(network, Bayesian) else None
+            model, converged = by_elbo(*given, itself, course, **own)
     if evidence and not converged:
         warnings.warn(
             f"`fit` stopped without having converged: the last tenth of {course.total} steps changed "

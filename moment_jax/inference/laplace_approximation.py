@@ -12,7 +12,7 @@ import numpy as np
 from flax import linen, nnx
 
 from moment_jax.inference import data as checks
-from moment_jax.inference.curvature import Arrays, Curvature, Frame, by_path
+from moment_jax.inference.curvature import Arrays, Curvature, Frame, by_path, check_network
 from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.belief import matrix_shape
 from moment_jax.nn.modules import as_nnx, is_floating
@@ -141,7 +141,7 @@ def laplace(
     sizes = [len(targets)] * (2 if small else 1) + ([len(held[1])] if held else [])
     batches = sum(-(-size // max(1, rows // curvature.count)) for size in sizes)
     with running(f"the curvature of {type(network).__name__}", batches, progress):
-        curvature.check("laplace", frame, inputs)
+        check_network("laplace", split, inputs)
         parts = [*curvature.batches(curvature.outputs, frame, inputs, batch_size)]
         outputs = np.concatenate(parts)[: len(targets)].reshape(-1, *shape)
         if not np.isfinite(outputs).all():

@@ -74,43 +74,47 @@ def brought_along(
     first and last dense layers then take the units, if `standardised(copy)(x) == network(x)`.
     """
     rows = np.linspace(0, len(targets) - 1, min(len(targets), 500)).astype(int)
-    raw, y = tuple(x[rows] for x in inputs), targets[rows]
-    centre, spread = of_outputs or (0.0, 1.0)
+    raw, y, (centre, spread) = (
+        tuple(x[rows] for x in inputs),
+        targets[rows],
+        of_outputs or (0.0, 1.0),
+    )
+    own, known = outputs_of(network, raw), [of for of in of_inputs if of is not None]
 
     def misfit(outputs: np.ndarray) -> Any:
         if isinstance(likelihood, REAL):
             return np.mean(((outputs[..., : y.shape[-1]] - y) / y.std(axis=0)) ** 2)
-        return -log_likelihood(likelihood, outputs, y, 1.0) / len(y)
+        chance = len(y) * np.log(max(2, own.shape[-1]))
+        return -log_likelihood(likelihood, outputs, y, 1.0) / chance
 
     def started(network: nnx.Module) -> np.ndarray:
         return centre + spread * outputs_of(network, scaled(raw, of_inputs))
 
-    own = outputs_of(network, raw)
-    level = 1.0 if isinstance(likelihood, REAL) else np.log(max(2, own.shape[-1]))
-    state = nnx.to_flat_state(nnx.state(network, nnx.Param))
-    params = {path: np.asarray(x[...], float) for path, x in state}
     with np.errstate(all="ignore"):
-        if not (params and misfit(own) < 0.9 * min(misfit(started(network)), level)):
+        if not misfit(own) < 0.9 * min(misfit(started(network)), 1.0):
             return network
-    layers = [p[:-1] for p, x in params.items() if p[-1] == "kernel" and x.ndim == 2]
-    known = [of for of in of_inputs if of is not None]
+    paths = [path for path, _ in nnx.to_flat_state(nnx.state(network, nnx.Param))]
+    layers = [path[:-1] for path in paths if path[-1] == "kernel"]
     for first, last in itertools.product(layers if len(known) == 1 else [()], layers):
-        new, copy = dict(params), nnx.clone(network)
+        copy = nnx.clone(network)
+        at: Any = dict(nnx.to_flat_state(nnx.state(copy, nnx.Param)))
+        kernel, bias = (
+            {x: at.get((*x, name)) for x in (first, last)} for name in ("kernel", "bias")
+        )
         try:
             for mean, sd in known:
-                new[(*first, "bias")] = new[(*first, "bias")] + mean @ new[(*first, "kernel")]
-                new[(*first, "kernel")] = sd[:, None] * new[(*first, "kernel")]
-            new[(*last, "bias")] = (new[(*last, "bias")] - centre) / spread
-            new[(*last, "kernel")] = new[(*last, "kernel")] / spread
-        except (KeyError, ValueError):  # no bias, or other sizes
+                bias[first].set_value(bias[first] + mean @ kernel[first])
+                kernel[first].set_value(sd[:, None] * kernel[first])
+            bias[last].set_value((bias[last] - centre) / spread)
+            kernel[last].set_value(kernel[last] / spread)
+            if np.abs(started(copy) - own).max() < 0.01 * own.std():
+                return copy
+        except (AttributeError, TypeError, ValueError):  # no bias, or other sizes
             continue
-        for path, x in nnx.to_flat_state(nnx.state(copy, nnx.Param)):
-            x.set_value(jnp.asarray(new[path], x[...].dtype))
-        if np.abs(started(copy) - own).max() < 0.01 * own.std():
-            return copy
+    message = (
+        "standardises columns, and found no dense layers of this trained network to take the units"
+    )
     warnings.warn(
-        "`fit` standardises columns, and found no dense layers that could take the units of this "
-        "trained network: it starts anew. Standardise the columns before the network is trained.",
-        stacklevel=5,
+        f"`fit` {message}: it starts anew. Train it on standardised columns.", stacklevel=5
     )
     return network

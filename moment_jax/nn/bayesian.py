@@ -272,20 +272,16 @@ class Bayesian(Module):
         """Log predictive density of each target, in nats: `predict(x).log_prob(y)`."""
         return self.predict(*arguments(x), batch_size=batch_size, **options).log_prob(y)
 
-    def check(
-        self, x: Any, key: Array | None = None, samples: int = 300,
-        *, progress: bool | None = None, **options: Any,
-    ) -> Check:  # fmt: skip
+    def check(self, x: Any, key: Array | None = None, samples: int = 300, **options: Any) -> Check:
         """The moments of this input beside those of sampled networks, and the price of both.
 
         Args:
           x: the network's input, or a tuple of its arguments.
           key: a JAX random key; None for a fixed one.
           samples: number of networks drawn, 2 or more.
-          progress: show a bar on stderr; None means if it is a terminal.
           options: the network's keyword arguments.
         """
-        beside = beside_sampled(self, "check", x, key, samples, options, progress)
+        beside = beside_sampled(self, "check", x, key, samples, options)
         (moments, seconds), ((mean, sd), seconds_sampled) = beside
         known = np.asarray(sd) != 0  # NaN too, which is told
         ratio = np.asarray(moments.sd / sd)[known]
@@ -296,9 +292,8 @@ class Bayesian(Module):
         )  # fmt: skip
 
     def corrected(
-        self, x: Any, key: Array | None = None, samples: int = 32,
-        *, progress: bool | None = None, **options: Any,
-    ) -> Self:  # fmt: skip
+        self, x: Any, key: Array | None = None, samples: int = 32, **options: Any
+    ) -> Self:
         """A copy whose pass has the spread of sampled networks: a factor for each feature of the output.
 
         It is the mean ratio of sds on this input, so give a few dozen examples. For `Diagonal`, which
@@ -306,7 +301,7 @@ class Bayesian(Module):
         that. They hold for these beliefs: `scaled` and `replace` forget them, and a gradient by the
         beliefs raises, so correct after training. Arguments are those of `check`.
         """
-        beside = beside_sampled(self, "corrected", x, key, samples, options, progress)
+        beside = beside_sampled(self, "corrected", x, key, samples, options)
         (moments, _), ((_, sd), _) = beside
         copy = nnx.clone(self)
         sds = (x[..., None] if x.ndim == self.batch_axes else x for x in (moments.sd, sd))

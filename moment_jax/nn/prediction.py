@@ -16,7 +16,7 @@ from jax import Array
 from moment_jax.nn.inputs import arguments, check_inputs, check_key
 from moment_jax.nn.modules import as_nnx
 from moment_jax.nn.static import Static
-from moment_jax.progress import advance, running
+from moment_jax.progress import running
 from moment_jax.propagation.propagator import is_random_input
 from moment_jax.xla import inlined
 
@@ -45,15 +45,13 @@ def predicted(
     known = Static(options)
     size = jax.tree.leaves(inputs)[0].shape[0] if axes and inputs else 0
     if size <= batch_size:
-        with running(_name(model)):
-            return _predicted(graph, state, inputs, known=known)
+        return _told(_predicted, model, graph, state, inputs, known=known)
     parts = []
     for first in range(0, size, batch_size):
         rows = np.arange(first, first + batch_size)
         rows = np.where(rows < size, rows, first)
         batch = jax.tree.map(lambda x, rows=rows: jnp.asarray(x)[rows], inputs)
-        with running(_name(model)):
-            parts.append(_predicted(graph, state, batch, known=known))
+        parts.append(_told(_predicted, model, graph, state, batch, known=known))
     return _joined(parts, size)
 
 
@@ -67,39 +65,33 @@ def compiled_pass(model: Any, inputs: Any, options: dict[str, Any]) -> Any:
     graph, state = nnx.split(model)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, inputs, options))):
         return model._moments(inputs, options)
-    with running(_name(model)):
-        return _pass(graph, state, inputs, known=Static(options))
+    return _told(_pass, model, graph, state, inputs, known=Static(options))
 
 
-def _name(model: Any) -> str:
-    return f"the pass of {model.name} ({model.structure.__name__})"
+def _told(fn: Any, model: Any, *args: Any, known: Static) -> Any:
+    with running(f"the pass of {model.name} ({model.structure.__name__})"):
+        return fn(*args, known=known)
 
 
 def beside_sampled(
-    model: Any, caller: str, x: Any, key: Array | None, samples: int, options: Any,
-    progress: bool | None,
-) -> list[Any]:  # fmt: skip
+    model: Any, caller: str, x: Any, key: Array | None, samples: int, options: Any
+) -> list[Any]:
     """One pass, and mean and sd of sampled networks, each with its seconds, compiled."""
     inputs, key = arguments(x), jax.random.key(0) if key is None else key
+    if any(map(is_random_input, inputs)):
+        came = "Got the moments of a random one. Give its mean"
+        raise ValueError(f"`{caller}` draws networks, and needs certain inputs. {came}.")
     check_inputs(inputs, model.batch_axes, model.structure)
     check_key(caller, key)
-    if any(map(is_random_input, inputs)):
-        raise ValueError(
-            f"`{caller}` draws networks, and needs certain inputs. Got the moments of a random one. "
-            "Give its mean, or sample the input and call model(x) for each."
-        )
     if samples < 2:
         raise ValueError(f"`{caller}` needs samples >= 2. Got {samples}.")
     keys = jax.random.split(key, samples)
     own, known, found = (*nnx.split(model), inputs), Static(options), []
-    with running(f"{_name(model)}, or sampled networks", 4, progress):
-        for run in (partial(_pass, *own), partial(_drawn, *own, keys)):
-            jax.block_until_ready(run(known=known))  # compiles
-            advance()
-            start = time.perf_counter()
-            result = jax.block_until_ready(run(known=known))
-            found.append((result, time.perf_counter() - start))
-            advance()
+    for run in (partial(_pass, *own), partial(_drawn, *own, keys)):
+        jax.block_until_ready(_told(run, model, known=known))  # compiles
+        start = time.perf_counter()
+        result = jax.block_until_ready(run(known=known))
+        found.append((result, time.perf_counter() - start))
     return found
 
 
