@@ -1,52 +1,33 @@
-"""No silent wait: compilation of over two seconds is told on stderr, and what repeats shows a bar.
+"""No silent wait: compilation of over two seconds is told, by a line on stderr.
 
-`logging.getLogger("moment_jax").setLevel("ERROR")` silences the lines; bars need tqdm.
+`logging.getLogger("moment_jax").setLevel("ERROR")` silences it.
 """
 
 import contextlib
 import logging
-import sys
 import threading
 from collections.abc import Iterator
 
 import jax
 
-LONG = 2.0  # seconds of compilation that are told
-_now = (
-    threading.local()
-)  # of the innermost context: `what` compiles, the `bar`, whether it is `silent`
+LONG = 2.0  # seconds
+_now = threading.local()  # `what` compiles
 
 
 @contextlib.contextmanager
-def running(what: str, total: int = 0, progress: bool | None = None) -> Iterator[bool]:
-    """A context that tells what compiles, with a bar of so many steps; gives whether that is shown."""
-    before, bars = dict(_now.__dict__), contextlib.ExitStack()
-    shown = sys.stderr.isatty() if progress is None else progress
-    _now.what, _now.silent = what, progress is False or before.get("silent", False)
-    with contextlib.suppress(ImportError):
-        if shown and total:
-            from tqdm import tqdm
-
-            _now.bar = bars.enter_context(tqdm(total=total, leave=False))
+def compiling(what: str) -> Iterator[None]:
+    """A context in which compilation that takes long is told as this."""
+    before, _now.what = getattr(_now, "what", None), what
     try:
-        with bars:
-            yield shown
+        yield
     finally:
-        _now.__dict__.clear()
-        _now.__dict__.update(before)
-
-
-def advance(steps: int = 1, **facts: str) -> None:
-    """So many steps of the present bar are done; facts stand beside it."""
-    if (bar := getattr(_now, "bar", None)) is not None:
-        bar.update(steps)
-        bar.set_postfix(facts)
+        _now.what = before
 
 
 def _listen(event: str, duration_secs: float, **_: str | int) -> None:
-    told = event.endswith("backend_compile_duration") and duration_secs > LONG
-    if told and not getattr(_now, "silent", True):
-        line = f"moment_jax: compiled {_now.what} in {duration_secs:.1f} s"
+    what = getattr(_now, "what", None)
+    if what and event.endswith("backend_compile_duration") and duration_secs > LONG:
+        line = f"moment_jax: compiled {what} in {duration_secs:.1f} s"
         logging.getLogger("moment_jax").warning(line)
 
 

@@ -17,10 +17,9 @@ from moment_jax.nn.likelihood import LogNoise
 from moment_jax.nn.modules import as_nnx, is_floating
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian
 from moment_jax.posterior import Factorized
-from moment_jax.progress import advance, running
 
 LOG_FACTORS = math.log(2) * np.arange(-10, 1)  # of an array's root mean square: .001 to 1
-REFINED, FEWEST = 6, 100  # further factors; examples
+FEWEST = 100  # examples
 
 
 class CalibrationReceipt(NamedTuple):
@@ -44,7 +43,6 @@ def calibrate(
     structure: type[Covariance] = Separable,
     landmarks: int | None = None,
     batch_size: int = 256,
-    progress: bool | None = None,
     receipt: bool = False,
     output: Callable[[Any], Any] | None = None,
 ) -> Any:
@@ -74,7 +72,6 @@ def calibrate(
       structure: in which covariances are kept.
       landmarks: see `mj.Bayesian`.
       batch_size: examples in one pass.
-      progress: show a bar on stderr; None means if it is a terminal, False silences compilation too.
       receipt: also return a `CalibrationReceipt`.
       output: picks the one array out of what the network returns, see `mj.Bayesian`.
 
@@ -112,7 +109,8 @@ def calibrate(
     options: Any = {"structure": structure, "landmarks": landmarks}
     beliefs = nnx.traversals.unflatten_mapping(tree)
     model = Bayesian(plain, likelihood, beliefs=beliefs, **options)
-    outputs = checks.outputs_of(plain, inputs, batch_size)
+    batches = [[x[i : i + batch_size] for x in inputs] for i in range(0, len(targets), batch_size)]
+    outputs = np.concatenate([checks.outputs_of(plain, tuple(x)) for x in batches])
     rule = "a network with finite outputs"
     checks.need("calibrate", np.isfinite(outputs).all(), rule, "NaN or infinity")
     if len(targets) < FEWEST:
@@ -134,20 +132,18 @@ def calibrate(
             scaled.noise.set_value(jnp.asarray(_log_noises(targets - found.mean, found.variance)))
         found = scaled.predict(*inputs, batch_size=batch_size)
         density = float(np.asarray(found.log_prob(targets), np.float64).sum()) / len(targets)
-        advance()
         lost = plainly - right(getattr(found, "label", None))
         if lost.mean() > 2 * lost.std() / math.sqrt(lost.size):
             harmful.append(density)
             density = -math.inf
         return (-math.inf if math.isnan(density) else density), scaled, found
 
-    with running("a pass", len(LOG_FACTORS) + REFINED + 2, progress):
-        best = _highest(lambda x: at(x)[0], LOG_FACTORS, REFINED)
-        (density, found, predicted), (least, *_) = at(best), at(LOG_FACTORS[0])
+    best = _highest(lambda x: at(x)[0], LOG_FACTORS, refined=6)
+    (density, found, predicted), (least, *_) = at(best), at(LOG_FACTORS[0])
     now = right(getattr(predicted, "label", None))
-    rule, came = "finite predictions as right as the network's", f"accuracy {now.mean():.3f}"
-    came, mend = f"{came} for {plainly.mean():.3f}", "Look at mj.Bayesian(network).check(x)."
-    checks.need("calibrate", np.isfinite(density), rule, came, mend)
+    rule = "finite predictions as right as the network's, see mj.Bayesian(network).check(x)"
+    came = f"accuracy {now.mean():.3f} for {plainly.mean():.3f}"
+    checks.need("calibrate", np.isfinite(density), rule, came)
     factor, gain = math.exp(best), density - least
     if max(harmful) > density:
         _warn(f"the factor is {factor:.3g}: more noise has a higher density, but lowers accuracy.")
@@ -163,15 +159,13 @@ def calibrate(
         odd = int(np.argmax(np.abs(np.log(ratios))))
         if not 1 / 4 < ratios[odd] < 4:
             came = f"variance of output {odd} is {ratios[odd]:.3g} times its mean squared residual"
-            _warn(
-                f"the {came}. Bring outputs to one unit, give the right noise, or use mj.laplace."
-            )
+            _warn(f"the {came}. Bring outputs to one unit, or use mj.laplace.")
+    if not receipt:
+        return found
 
     def tempered(log: float) -> float:
         return log_likelihood(likelihood, outputs / math.exp(log), targets, 1.0) / len(targets)
 
-    if not receipt:
-        return found
     facts: Any = [None] * 4
     if classes:
         log = _highest(tempered, np.linspace(-3, 3, 25), refined=12)
@@ -191,6 +185,7 @@ def _noisy(x: Any) -> Any:
 
 def _log_noises(residuals: Any, variances: Any) -> list[float]:
     """Log variances (D,) of the noise with which residuals (..., D), N(0, v + noise), are likeliest."""
+    pairs = (np.asarray(x, float).reshape(-1, x.shape[-1]).T for x in (residuals**2, variances))
 
     def of_output(squares: np.ndarray, variances: np.ndarray) -> float:
         def density(log_noise: float) -> float:
@@ -200,7 +195,6 @@ def _log_noises(residuals: Any, variances: Any) -> list[float]:
         most = math.log(max(np.mean(squares), np.finfo(np.float32).tiny))
         return _highest(density, most - np.arange(0, 12, 0.5), refined=12)
 
-    pairs = (np.asarray(x, float).reshape(-1, x.shape[-1]).T for x in (residuals**2, variances))
     return list(map(of_output, *pairs))
 
 

@@ -1,6 +1,7 @@
 """The generalised Gauss-Newton matrix of a model on data, from the exact Jacobian of its outputs."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,7 +16,6 @@ from jax import Array
 from moment_jax.covariance import Full, Moments
 from moment_jax.nn.static import Static
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
-from moment_jax.progress import advance
 from moment_jax.propagation.derivatives import check_derivatives
 
 # The random weights, the rest of the model's state, and units of the outputs (C,) or (1,).
@@ -171,11 +171,8 @@ class Curvature:
 
     def total(self, fn: Any, frame: Frame, data: Any, *more: Any) -> Any:
         """The sum of `fn` over batches."""
-        found: Any = None
-        for part in self.batches(fn, frame, data, max(1, self.rows // self.count), *more):
-            found = jax.tree.map(np.add, found, part) if found is not None else part
-            advance()
-        return found
+        parts = self.batches(fn, frame, data, max(1, self.rows // self.count), *more)
+        return functools.reduce(functools.partial(jax.tree.map, np.add), parts)
 
     def batches(self, fn: Any, frame: Frame, data: Any, size: int, *more: Any) -> Iterator[Any]:
         """`fn` of batches, the last one filled up with examples of weight zero, in double precision."""

@@ -98,9 +98,7 @@ def data(
 def _probabilities(network: nnx.Module, inputs: Inputs) -> Any:
     """An output if the outputs are probabilities: of sum one, or from 0 to 1 at large weights too."""
     rng, large = np.random.default_rng(0), nnx.clone(network)
-    for x in jax.tree.leaves(
-        nnx.state(large, FLOATING), is_leaf=lambda x: isinstance(x, nnx.Param)
-    ):
+    for _, x in nnx.to_flat_state(nnx.state(large, FLOATING)):
         x.set_value(jnp.asarray(9 * rng.normal(size=x.shape), x.dtype))
     found, other = outputs_of(network, inputs), outputs_of(large, inputs)
     within = [((x >= 0) & (x <= 1)).all() for x in (found, other)]
@@ -108,14 +106,10 @@ def _probabilities(network: nnx.Module, inputs: Inputs) -> Any:
     return found[0].round(3) if within[0] and (one or within[1]) else None
 
 
-def outputs_of(network: nnx.Module, inputs: Inputs, batch_size: int = 500) -> np.ndarray:
+def outputs_of(network: nnx.Module, inputs: Inputs) -> np.ndarray:
     """The network's outputs (N, ..., C), in double precision."""
-    split, size, parts = nnx.split(network), len(inputs[0]), list[np.ndarray]()
-    for start in range(0, size, batch_size):
-        rows = np.minimum(np.arange(start, start + min(batch_size, size)), size - 1)
-        found = _outputs(Static(split[0]), split[1], tuple(x[rows] for x in inputs))
-        parts.append(np.asarray(found, np.float64))
-    return np.concatenate(parts)[:size]
+    graph, state = nnx.split(network)
+    return np.asarray(_outputs(Static(graph), state, inputs), np.float64)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -22,7 +22,6 @@ from moment_jax.inference.training import STEPS_AT_ONCE, Training
 from moment_jax.nn import PriorScale
 from moment_jax.nn import likelihood as likelihoods
 from moment_jax.nn.bayesian import Bayesian
-from moment_jax.progress import advance
 
 Data = tuple[tuple[np.ndarray, ...], np.ndarray]
 
@@ -37,21 +36,38 @@ FEWEST_HELD_OUT = 10
 
 
 class Course:
-    """What a training tells: its history, and the bar of `progress`."""
+    """What a training tells: its history, and a progress bar (tqdm, where that is installed).
 
-    def __init__(self, total: int) -> None:
+    Args:
+      total: number of steps.
+      shown: whether to show the bar.
+    """
+
+    def __init__(self, total: int, shown: bool) -> None:
         self.total, self.history = total, list[tuple[int, float, float]]()
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            self.bar = None
+        else:
+            self.bar = tqdm(total=total, unit="step", leave=False, disable=not shown)
 
     def __call__(self, step: int, loss: float, nll: float = math.nan) -> None:
         """After so many steps: the loss, and the held-out NLL if data are held out."""
-        done = self.history[-1][0] if self.history else 0
-        advance(step - done, loss=f"{loss:.3f}", held_out=f"{nll:.3f}")
         self.history.append((step, loss, nll))
+        if self.bar is not None:
+            self.bar.update(step - self.bar.n)
+            self.bar.set_postfix(loss=f"{loss:.3f}", held_out=f"{nll:.3f}")
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self.bar is not None:
+            self.bar.close()
 
 
 def by_elbo(
-    plain: nnx.Module, likelihood: Any, inputs: tuple[np.ndarray, ...], targets: np.ndarray,
-    shape: tuple[int, ...], model: Bayesian | None, course: Course, *, held_out: Any, random: Any,
+    plain: nnx.Module, model: Bayesian | None, likelihood: Any, inputs: tuple[np.ndarray, ...],
+    targets: np.ndarray, shape: tuple[int, ...], course: Course, *, held_out: Any, random: Any,
     patience: int | None, learning_rate: float | None, kl_weight: float | None,
     relative_scale: float | None, structure: type[Covariance] | None, seed: int,
 ) -> tuple[Bayesian, bool]:  # fmt: skip

@@ -224,11 +224,10 @@ class Evidence:
     def _batches(self, name: str, weights: np.ndarray) -> Iterator[Any]:
         """What this method of `Curvature` gives for one batch of examples after the other."""
         split: Any = nnx.split(self._at(jnp.asarray(weights)), FLOATING, ...)
-        graph, *frame = split
+        graph, *frame = *split, np.ones(1)
         shapes, rows = (("weights", (weights.size, 1)),), max(1, min(256, NUMBERS // weights.size))
         of = Curvature(Static(graph), self.kind, shapes, rows, math.prod(self.shape))
-        given = (*frame, np.ones(1)), self.inputs, max(1, rows // of.count)
-        return of.batches(getattr(of, name), *given)
+        return of.batches(getattr(of, name), tuple(frame), self.inputs, max(1, rows // of.count))
 
     def _begun(self, weights: Array, rate: float, steps: int) -> tuple[Training, Any]:
         return Training.of(self._at(weights), _adam(rate, steps), Loss(self.kind))
@@ -273,7 +272,8 @@ def by_evidence(
     )
     if of_targets:
         targets = (targets - centre) / spread
-    scaled = standardised.scaled(inputs, of_inputs)
+    pairs = zip(inputs, of_inputs, strict=True)
+    scaled = tuple(x if of is None else (x - of[0]) / of[1] for x, of in pairs)
     check_network("fit", nnx.split(network, FLOATING, ...), scaled)
     evidence = Evidence(Raveled(network), known, scaled, targets, shape)
     found = evidence.maximised(members, steps, rate, seed, lambda n, x: tell(n, x - units))

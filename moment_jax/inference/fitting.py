@@ -20,7 +20,6 @@ from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.mixture import Mixture
 from moment_jax.nn.modules import FLOATING, as_nnx
 from moment_jax.objectives import Gaussian
-from moment_jax.progress import running
 
 SETTLED = 0.05  # nats for each example: the last change of the log evidence
 
@@ -133,6 +132,9 @@ def fit(
         "relative_scale": relative_scale, "structure": structure,
     }  # fmt: skip
     objective, reason = _chosen(objective, network, likelihood, members, own)
+    shown = sys.stderr.isatty() if progress is None else progress
+    if shown:
+        print(f"fit: objective={objective!r}, for {reason}", file=sys.stderr)
     if isinstance(network, Bayesian) and network.kind is not None:
         likelihood = _own_likelihood(network, likelihood)
     else:
@@ -144,25 +146,24 @@ def fit(
     else:
         plain = as_nnx(network, output)
     inputs, targets, shape = checks.data("fit", plain, likelihood, data)
-    course = Course(max_steps or (EVIDENCE_STEPS if objective == "evidence" else ELBO_STEPS))
-    given = plain, likelihood, inputs, targets, shape
+    course = Course(max_steps or (EVIDENCE_STEPS if objective == "evidence" else ELBO_STEPS), shown)
     evidence: tuple[LaplaceReceipt, ...] = ()
-    what = f"the training of {type(network).__name__}"
-    with running(what, course.total, progress) as shown:
-        if shown:
-            print(f"fit: objective={objective!r}, for {reason}", file=sys.stderr)
-        if objective == "evidence":
-            models, evidence = by_evidence(
-                *given, members=int(members), steps=course.total, rate=learning_rate or EVIDENCE_RATE,
-                seed=seed, tell=lambda step, value: course(step, -value / len(targets)),
-            )  # fmt: skip
-            model = models[0] if members == 1 else Mixture(models)
-            (_, before, _), (_, last, _) = course.history[-2:]
-            converged = abs(last - before) < SETTLED
-        else:
-            own |= {"seed": seed, "learning_rate": learning_rate}
-            itself = network if isinstance(network, Bayesian) else None
-            model, converged = by_elbo(*given, itself, course, **own)
+    if objective == "evidence":
+        models, evidence = by_evidence(
+            plain, likelihood, inputs, targets, shape, members=int(members), steps=course.total,
+            rate=learning_rate or EVIDENCE_RATE, seed=seed,
+            tell=lambda step, value: course(step, -value / len(targets)),
+        )  # fmt: skip
+        model = models[0] if members == 1 else Mixture(models)
+        (_, before, _), (_, last, _) = course.history[-2:]
+        converged = abs(last - before) < SETTLED
+    else:
+        random_network = network if isinstance(network, Bayesian) else None
+        model, converged = by_elbo(
+            plain, random_network, likelihood, inputs, targets, shape, course, seed=seed,
+            learning_rate=learning_rate, **own,
+        )  # fmt: skip
+    course.close()
     if evidence and not converged:
         warnings.warn(
             f"`fit` stopped without having converged: the last tenth of {course.total} steps changed "

@@ -19,7 +19,7 @@ from moment_jax.nn.modules import as_nnx, is_floating
 from moment_jax.nn.static import Static
 from moment_jax.objectives import Categorical, Gaussian, HeteroscedasticGaussian
 from moment_jax.posterior import Factorized, FullNormal, KroneckerEigen, Posterior
-from moment_jax.progress import running
+from moment_jax.progress import compiling
 
 NUMBERS = 2**25  # of the Jacobian at once
 LONGEST = 4096  # axis of a matrix that has Kronecker factors
@@ -48,7 +48,6 @@ def laplace(
     per_layer: bool = False,
     prior_mean: Any = None,
     batch_size: int = 256,
-    progress: bool | None = None,
     receipt: bool = False,
     output: Callable[[Any], Any] | None = None,
 ) -> Any:
@@ -85,7 +84,6 @@ def laplace(
       per_layer: one prior precision per layer instead of one for all.
       prior_mean: centre of the prior, a tree of parameters; zero for None and what it omits.
       batch_size: number of backward passes at once, at most; fewer for large networks.
-      progress: show a bar on stderr; None means if it is a terminal, False silences compilation too.
       receipt: also return a `LaplaceReceipt`: log evidence, prior precisions, noise variance.
       output: picks the one array out of what the network returns, see `mj.Bayesian`.
 
@@ -108,8 +106,7 @@ def laplace(
     >>> model.predict(x).sd.shape
     (20, 1)
     """
-    if kind not in ("kfac", "diagonal"):
-        raise ValueError(f"`laplace` needs a kind, kfac or diagonal. Got {kind!r}.")
+    checks.need("laplace", kind in ("kfac", "diagonal"), "a kind, kfac or diagonal", repr(kind))
     checks.likelihood("laplace", likelihood)
     if held_out is not None and (per_layer or prior_precision is not None):
         raise ValueError(
@@ -138,29 +135,27 @@ def laplace(
     noiseless = Gaussian() if isinstance(likelihood, Gaussian) else likelihood
     curvature = Curvature(Static(graph), noiseless, tuple(shapes.items()), rows, math.prod(shape))
     small = [path for path, sizes in shapes.items() if kind == "kfac" and max(sizes) <= LONGEST]
-    sizes = [len(targets)] * (2 if small else 1) + ([len(held[1])] if held else [])
-    batches = sum(-(-size // max(1, rows // curvature.count)) for size in sizes)
-    with running(f"the curvature of {type(network).__name__}", batches, progress):
-        check_network("laplace", split, inputs)
-        parts = [*curvature.batches(curvature.outputs, frame, inputs, batch_size)]
-        outputs = np.concatenate(parts)[: len(targets)].reshape(-1, *shape)
-        if not np.isfinite(outputs).all():
-            raise ValueError("`laplace` needs a network with finite outputs. Got NaN or infinity.")
-        units = np.ones(1)
-        if likelihood == Gaussian():  # outputs may be in different ones
-            residuals, columns = (x.reshape(-1, shape[-1]) for x in (targets - outputs, targets))
-            least = 1e-8 * np.maximum(columns.var(axis=0), 1e-30)
-            units = np.sqrt(np.maximum(np.mean(residuals**2, axis=0), least))
-            outputs, targets, frame = outputs / units, targets / units, (*state, units)
-            held = held and (held[0], held[1] / units)
+    check_network("laplace", split, inputs)
+    parts = [*curvature.batches(curvature.outputs, frame, inputs, batch_size)]
+    outputs = np.concatenate(parts)[: len(targets)].reshape(-1, *shape)
+    if not np.isfinite(outputs).all():
+        raise ValueError("`laplace` needs a network with finite outputs. Got NaN or infinity.")
+    units = np.ones(1)
+    if likelihood == Gaussian():  # outputs may be in different ones
+        residuals, columns = (x.reshape(-1, shape[-1]) for x in (targets - outputs, targets))
+        least = 1e-8 * np.maximum(columns.var(axis=0), 1e-30)
+        units = np.sqrt(np.maximum(np.mean(residuals**2, axis=0), least))
+        outputs, targets, frame = outputs / units, targets / units, (*state, units)
+        held = held and (held[0], held[1] / units)
+    with compiling(f"the curvature of {type(network).__name__}"):
         bases, squares = curvature.spectrum(frame, inputs, small)
-        silent = ", ".join(path for path in shapes if not squares[path].any())
-        if silent:
-            message = f"`laplace`: the outputs do not depend on {silent}, which keep the prior."
-            warnings.warn(message, stacklevel=2)
-        offsets = {p: np.asarray(x, np.float64) - centre.get(p, 0.0) for p, x in known.items()}
-        at = functools.partial(posterior, squares, offsets, likelihood, outputs, targets, per_layer)
-        chosen = prior_precision if held is None else _best_on(held, at, curvature, frame, bases)
+    silent = ", ".join(path for path in shapes if not squares[path].any())
+    if silent:
+        message = f"`laplace`: the outputs do not depend on {silent}, which keep the prior."
+        warnings.warn(message, stacklevel=2)
+    offsets = {p: np.asarray(x, np.float64) - centre.get(p, 0.0) for p, x in known.items()}
+    at = functools.partial(posterior, squares, offsets, likelihood, outputs, targets, per_layer)
+    chosen = prior_precision if held is None else _best_on(held, at, curvature, frame, bases)
     variance, _, found = at(chosen)
     if prior_precision is None:
         _warn_at_the_edge(found, held is not None)

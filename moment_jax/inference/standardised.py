@@ -58,12 +58,6 @@ def columns_of(x: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     return columns(x) if x.ndim == 2 and x.dtype.kind == "f" else None
 
 
-def scaled(inputs: tuple[np.ndarray, ...], of_inputs: Any) -> tuple[np.ndarray, ...]:
-    """Inputs in standard units."""
-    pairs = zip(inputs, of_inputs, strict=True)
-    return tuple(x if of is None else (x - of[0]) / of[1] for x, of in pairs)
-
-
 def brought_along(
     network: nnx.Module, likelihood: Any, inputs: tuple[np.ndarray, ...], targets: np.ndarray,
     of_inputs: Any, of_outputs: Any,
@@ -74,47 +68,41 @@ def brought_along(
     first and last dense layers then take the units, if `standardised(copy)(x) == network(x)`.
     """
     rows = np.linspace(0, len(targets) - 1, min(len(targets), 500)).astype(int)
-    raw, y, (centre, spread) = (
-        tuple(x[rows] for x in inputs),
-        targets[rows],
-        of_outputs or (0.0, 1.0),
-    )
+    raw, y = tuple(x[rows] for x in inputs), targets[rows]
     own, known = outputs_of(network, raw), [of for of in of_inputs if of is not None]
+    centre, spread = of_outputs or (0.0, 1.0)
 
     def misfit(outputs: np.ndarray) -> Any:
         if isinstance(likelihood, REAL):
             return np.mean(((outputs[..., : y.shape[-1]] - y) / y.std(axis=0)) ** 2)
-        chance = len(y) * np.log(max(2, own.shape[-1]))
-        return -log_likelihood(likelihood, outputs, y, 1.0) / chance
+        chance = -len(y) * np.log(max(2, own.shape[-1]))
+        return log_likelihood(likelihood, outputs, y, 1.0) / chance
 
     def started(network: nnx.Module) -> np.ndarray:
-        return centre + spread * outputs_of(network, scaled(raw, of_inputs))
+        return outputs_of(Standardised(network, of_inputs, of_outputs), raw)
 
     with np.errstate(all="ignore"):
         if not misfit(own) < 0.9 * min(misfit(started(network)), 1.0):
             return network
-    paths = [path for path, _ in nnx.to_flat_state(nnx.state(network, nnx.Param))]
-    layers = [path[:-1] for path in paths if path[-1] == "kernel"]
+    params = (path for path, _ in nnx.to_flat_state(nnx.state(network, nnx.Param)))
+    layers = [path[:-1] for path in params if path[-1] == "kernel"]
     for first, last in itertools.product(layers if len(known) == 1 else [()], layers):
         copy = nnx.clone(network)
         at: Any = dict(nnx.to_flat_state(nnx.state(copy, nnx.Param)))
-        kernel, bias = (
-            {x: at.get((*x, name)) for x in (first, last)} for name in ("kernel", "bias")
-        )
         try:
             for mean, sd in known:
-                bias[first].set_value(bias[first] + mean @ kernel[first])
-                kernel[first].set_value(sd[:, None] * kernel[first])
-            bias[last].set_value((bias[last] - centre) / spread)
-            kernel[last].set_value(kernel[last] / spread)
+                kernel, bias = (at[(*first, name)] for name in ("kernel", "bias"))
+                bias.set_value(bias + mean @ kernel[...])
+                kernel.set_value(sd[:, None] * kernel)
+            kernel, bias = (at[(*last, name)] for name in ("kernel", "bias"))
+            bias.set_value((bias - centre) / spread)
+            kernel.set_value(kernel / spread)
             if np.abs(started(copy) - own).max() < 0.01 * own.std():
                 return copy
-        except (AttributeError, TypeError, ValueError):  # no bias, or other sizes
+        except (KeyError, TypeError, ValueError):  # no bias, or other sizes
             continue
     message = (
-        "standardises columns, and found no dense layers of this trained network to take the units"
+        "found no dense layers that could take the units of this trained network: it starts anew"
     )
-    warnings.warn(
-        f"`fit` {message}: it starts anew. Train it on standardised columns.", stacklevel=5
-    )
+    warnings.warn(f"`fit` {message}. Standardise the columns yourself.", stacklevel=5)
     return network

@@ -16,7 +16,7 @@ from jax import Array
 from moment_jax.nn.inputs import arguments, check_inputs, check_key
 from moment_jax.nn.modules import as_nnx
 from moment_jax.nn.static import Static
-from moment_jax.progress import running
+from moment_jax.progress import compiling
 from moment_jax.propagation.propagator import is_random_input
 from moment_jax.xla import inlined
 
@@ -69,7 +69,7 @@ def compiled_pass(model: Any, inputs: Any, options: dict[str, Any]) -> Any:
 
 
 def _told(fn: Any, model: Any, *args: Any, known: Static) -> Any:
-    with running(f"the pass of {model.name} ({model.structure.__name__})"):
+    with compiling(f"the pass of {model.name} ({model.structure.__name__})"):
         return fn(*args, known=known)
 
 

@@ -113,7 +113,7 @@ def test_a_factor_that_lowers_accuracy_is_refused(monkeypatch):
 
     labels, options = classes(0.4), {"batch_size": 800}
     monkeypatch.setattr(mj.Bayesian, "predict", wrong)
-    with pytest.raises(ValueError, match=r"as right as the network's. Got accuracy .*check\(x\)"):
+    with pytest.raises(ValueError, match=r"as right as the network's, .*check\(x\). Got accuracy"):
         calibrated(net(), mj.Categorical(), (X, labels), **options)
     limit = 0.2
     model = calibrated(net(), mj.Categorical(), (X, labels), **options)

@@ -112,12 +112,6 @@ def test_noise_of_the_input_by_dense_formulas(rows):
     assert receipt.log_evidence == pytest.approx(laplace, rel=1e-9)
 
 
-def test_targets_of_different_noise_are_told():
-    y = np.stack([X[:, 0], RNG.normal(size=40)], axis=1)
-    with pytest.warns(UserWarning, match="same share of each output's variance. Got residuals of"):
-        fit(linear(2), data=(X, y))
-
-
 class OneNoise(nnx.Module):
     def __init__(self):
         self.mean = nnx.Linear(120, 1, rngs=nnx.Rngs(0), param_dtype=float)

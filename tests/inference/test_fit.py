@@ -109,7 +109,7 @@ def test_a_trained_network_without_dense_layers_is_told():
         def __call__(self, x):
             return x @ self.w[...]
 
-    with pytest.warns(UserWarning, match="no dense layers that could take the units"):
+    with pytest.warns(UserWarning, match="no dense layers that could take the units of"):
         fit(Own(), GAUSSIAN, (X, 1e3 * X[:, 0]), max_steps=1)
 
 
