@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
     "xla": set(),
+    "progress": set(),
     "linalg": {"xla"},
     "covariance": {"xla", "linalg"},
     "expectations": {"xla", "linalg", "covariance"},
@@ -29,12 +30,29 @@ MAY_IMPORT = {
     },
     "discrete": {"covariance", "layers"},
     "decoding": {"covariance", "objectives", "discrete"},
-    "nn": {"xla", "covariance", "expectations", "posterior", "layers", "propagation", "objectives"},
+    "nn": {
+        "xla",
+        "progress",
+        "covariance",
+        "expectations",
+        "posterior",
+        "layers",
+        "propagation",
+        "objectives",
+    },
     "brownian": {"xla", "linalg", "covariance"},
     # optim taps the inputs of Flax's layers and of those in nn, so it stands above nn.
     "optim": {"xla", "linalg", "posterior", "layers", "nn"},
     "parallel": {"covariance"},
-    "inference": {"covariance", "posterior", "propagation", "objectives", "nn", "optim"},
+    "inference": {
+        "progress",
+        "covariance",
+        "posterior",
+        "propagation",
+        "objectives",
+        "nn",
+        "optim",
+    },
 }
 KNOW_FLAX = {"nn", "optim", "parallel", "inference"}
 

@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +11,27 @@ from flax import linen, nnx
 
 from moment_jax.covariance import Covariance, Separable
 from moment_jax.inference import data as checks
+from moment_jax.inference.laplace_approximation import log_likelihood
 from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.likelihood import LogNoise
 from moment_jax.nn.modules import as_nnx, is_floating
+from moment_jax.objectives import Bernoulli, Categorical, Gaussian
 from moment_jax.posterior import Factorized
 
 LOG_FACTORS = math.log(2) * np.arange(-10, 1)  # of an array's root mean square: .001 to 1
+FEWEST = 100  # examples
+
+
+class CalibrationReceipt(NamedTuple):
+    """What held-out data say; log densities are in nats an example."""
+
+    factor: float  # f
+    log_density: float  # of the model
+    log_density_plain: float  # with the least noise
+    temperature: float | None  # which logits are best divided by
+    log_density_temperature: float | None
+    accuracy: float | None  # of the model's labels
+    accuracy_plain: float | None  # of the network's
 
 
 def calibrate(
@@ -28,8 +43,9 @@ def calibrate(
     structure: type[Covariance] = Separable,
     landmarks: int | None = None,
     batch_size: int = 256,
+    receipt: bool = False,
     output: Callable[[Any], Any] | None = None,
-) -> Bayesian:
+) -> Any:
     """A trained network with noise on its weights, as much as held-out data call for.
 
     Every weight has the standard deviation f s, s the root mean square of its array, independent of all
@@ -38,13 +54,15 @@ def calibrate(
     passes over the held-out data and one compilation, which `model.predict` then shares.
 
     It makes a network less sure where its output is sensitive to the weights, so it is a temperature
-    with a little more, and no ensemble. A network that is not overconfident keeps the least noise.
+    with a little more, and no ensemble; the receipt has the temperature to compare. A network that is
+    not overconfident keeps the least noise. Of classes, a factor whose labels are right less often than
+    the network's, by more than two standard errors of the difference, is not taken.
 
     Args:
       network: a Flax NNX module in inference mode (`network.eval()`), or a linen module bound to its
         variables; with outputs (N, ..., C) for a batch. It is not changed.
       likelihood: `mj.Categorical()`, `mj.Bernoulli()`, `mj.Gaussian(noise_variance)`, a number, or
-        `mj.Gaussian()` to estimate the noise of all outputs: with each f the one of the highest density,
+        `mj.Gaussian()` to estimate the noise of each output: with each f the one of the highest density,
         so both maximise it together.
       held_out: inputs, an array (N, ...) or a tuple of them, and targets: (N, ...) integers for
         Categorical, else the outputs' shape; from 0 to 1 for Bernoulli. Some 200 examples will do. Don't
@@ -54,19 +72,22 @@ def calibrate(
       structure: in which covariances are kept.
       landmarks: see `mj.Bayesian`.
       batch_size: examples in one pass.
+      receipt: also return a `CalibrationReceipt`.
       output: picks the one array out of what the network returns, see `mj.Bayesian`.
 
     Returns:
       A `mj.Bayesian` with `Factorized` beliefs.
 
     Raises:
-      TypeError, ValueError: if an argument is invalid or the network in training mode. It warns if f
-        gains nothing, or is 1, the largest that is tried.
+      TypeError, ValueError: if an argument is invalid, the network in training mode, or labels are worse
+        with every f, which tells of a wrong pass. It warns of fewer than 100 examples, if f gains
+        nothing, is 1, the largest that is tried, or was kept small for the labels' sake, and of
+        real outputs that are spread otherwise than their targets.
 
     >>> import jax, moment_jax as mj
-    >>> x = jax.random.normal(jax.random.key(0), (40, 2))
+    >>> x = jax.random.normal(jax.random.key(0), (100, 2))
     >>> network = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    >>> y = network(x) * jnp.where(jnp.arange(40)[:, None] % 2, 0.6, 1.4)  # its slope is uncertain
+    >>> y = network(x) * jnp.where(jnp.arange(100)[:, None] % 2, 0.6, 1.4)  # its slope is uncertain
     >>> model = mj.calibrate(network, mj.Gaussian(0.01), (x, y))
     >>> sd = model.beliefs["kernel"].variance.mean() ** 0.5 / jnp.mean(network.kernel[...] ** 2) ** 0.5
     >>> 0.2 < float(sd) < 0.6
@@ -88,34 +109,72 @@ def calibrate(
     options: Any = {"structure": structure, "landmarks": landmarks}
     beliefs = nnx.traversals.unflatten_mapping(tree)
     model = Bayesian(plain, likelihood, beliefs=beliefs, **options)
+    batches = [[x[i : i + batch_size] for x in inputs] for i in range(0, len(targets), batch_size)]
+    outputs = np.concatenate([checks.outputs_of(plain, tuple(x)) for x in batches])
+    rule = "a network with finite outputs"
+    checks.need("calibrate", np.isfinite(outputs).all(), rule, "NaN or infinity")
+    if len(targets) < FEWEST:
+        _warn(f"{len(targets)} examples choose a factor roughly: give {FEWEST} or more.")
+    classes = isinstance(likelihood, Categorical | Bernoulli)
+    harmful = [-math.inf]  # densities with factors that lose accuracy
 
-    def at(log_factor: float) -> tuple[float, Bayesian]:
-        """Log density of the held-out data, and the model with this factor and its best noise."""
+    def right(labels: Any) -> np.ndarray:
+        return np.asarray(labels == np.round(targets) if classes else [1.0], float)
+
+    plainly = right(outputs.argmax(-1) if isinstance(likelihood, Categorical) else outputs > 0)
+
+    def at(log_factor: float) -> tuple[float, Bayesian, Any]:
+        """Log density of the held-out data, the model with this factor, its predictions."""
         scaled = model.scaled(math.exp(log_factor))
         if isinstance(scaled.noise, LogNoise):
-            scaled.noise.set_value(jnp.full_like(scaled.noise[...], -jnp.inf))
+            scaled.noise.set_value(jnp.full(targets.shape[-1:], -jnp.inf))
             found = scaled.predict(*inputs, batch_size=batch_size)
-            if not np.isfinite(found.cov).all():
-                return -math.inf, scaled
-            noise = _log_noise(targets - np.asarray(found.mean), np.asarray(found.cov, np.float64))
-            scaled.noise.set_value(jnp.full_like(scaled.noise[...], noise))
+            scaled.noise.set_value(jnp.asarray(_log_noises(targets - found.mean, found.variance)))
         found = scaled.predict(*inputs, batch_size=batch_size)
-        density = float(np.asarray(found.log_prob(targets), np.float64).sum())
-        return (-math.inf if math.isnan(density) else density), scaled
+        density = float(np.asarray(found.log_prob(targets), np.float64).sum()) / len(targets)
+        lost = plainly - right(getattr(found, "label", None))
+        if lost.mean() > 2 * lost.std() / math.sqrt(lost.size):
+            harmful.append(density)
+            density = -math.inf
+        return (-math.inf if math.isnan(density) else density), scaled, found
 
     best = _highest(lambda x: at(x)[0], LOG_FACTORS, refined=6)
-    (density, found), (least, _) = at(best), at(LOG_FACTORS[0])
-    rule = "a network with finite outputs"
-    checks.need("calibrate", np.isfinite(density), rule, f"a log density of {density}")
-    gain = (density - least) / len(targets)
-    if gain < 1e-4 or best == LOG_FACTORS[-1]:
+    (density, found, predicted), (least, *_) = at(best), at(LOG_FACTORS[0])
+    now = right(getattr(predicted, "label", None))
+    rule = "finite predictions as right as the network's, see mj.Bayesian(network).check(x)"
+    came = f"accuracy {now.mean():.3f} for {plainly.mean():.3f}"
+    checks.need("calibrate", np.isfinite(density), rule, came)
+    factor, gain = math.exp(best), density - least
+    if max(harmful) > density:
+        _warn(f"the factor is {factor:.3g}: more noise has a higher density, but lowers accuracy.")
+    elif gain < 1e-4 or best == LOG_FACTORS[-1]:
         what = "is not overconfident" if gain < 1e-4 else "knows little about these data"
-        warnings.warn(
-            f"`calibrate`: held-out data chose the factor {math.exp(best):.3g} of the range from .001 "
-            f"to 1, which gains {gain:.2g} nats an example: the network {what}.",
-            stacklevel=2,
+        _warn(
+            f"held-out data chose the factor {factor:.3g} of the range from .001 to 1, which gains "
+            f"{gain:.2g} nats an example: the network {what}."
         )
-    return found
+    if isinstance(likelihood, Gaussian):
+        squares = ((targets - predicted.mean) ** 2).reshape(-1, targets.shape[-1]).mean(axis=0)
+        ratios = predicted.variance.reshape(-1, targets.shape[-1]).mean(axis=0) / squares
+        odd = int(np.argmax(np.abs(np.log(ratios))))
+        if not 1 / 4 < ratios[odd] < 4:
+            came = f"variance of output {odd} is {ratios[odd]:.3g} times its mean squared residual"
+            _warn(f"the {came}. Bring outputs to one unit, or use mj.laplace.")
+    if not receipt:
+        return found
+
+    def tempered(log: float) -> float:
+        return log_likelihood(likelihood, outputs / math.exp(log), targets, 1.0) / len(targets)
+
+    facts: Any = [None] * 4
+    if classes:
+        log = _highest(tempered, np.linspace(-3, 3, 25), refined=12)
+        facts = math.exp(log), tempered(log), float(now.mean()), float(plainly.mean())
+    return found, CalibrationReceipt(factor, density, least, *facts)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(f"`calibrate`: {message}", stacklevel=3)
 
 
 def _noisy(x: Any) -> Any:
@@ -124,17 +183,19 @@ def _noisy(x: Any) -> Any:
     return x if size == 0 else Factorized(x, jnp.full_like(x, size))
 
 
-def _log_noise(residuals: np.ndarray, cov: np.ndarray) -> float:
-    """The log variance of the noise for which residuals (..., D), N(0, cov + noise), are likeliest."""
-    variances, basis = np.linalg.eigh(cov)
-    squares = np.einsum("...ik,...i->...k", basis, residuals) ** 2
-    most = math.log(max(np.mean(residuals**2), np.finfo(np.float32).tiny))
+def _log_noises(residuals: Any, variances: Any) -> list[float]:
+    """Log variances (D,) of the noise with which residuals (..., D), N(0, v + noise), are likeliest."""
+    pairs = (np.asarray(x, float).reshape(-1, x.shape[-1]).T for x in (residuals**2, variances))
 
-    def density(log_noise: float) -> float:
-        total = np.maximum(variances, 0) + math.exp(log_noise)
-        return -float(np.sum(np.log(total) + squares / total))
+    def of_output(squares: np.ndarray, variances: np.ndarray) -> float:
+        def density(log_noise: float) -> float:
+            total = np.maximum(variances, 0) + math.exp(log_noise)
+            return -float(np.sum(np.log(total) + squares / total))
 
-    return _highest(density, most - np.arange(0, 12, 0.5), refined=12)
+        most = math.log(max(np.mean(squares), np.finfo(np.float32).tiny))
+        return _highest(density, most - np.arange(0, 12, 0.5), refined=12)
+
+    return list(map(of_output, *pairs))
 
 
 def _highest(fn: Callable[[float], float], grid: np.ndarray, refined: int) -> float:

@@ -14,10 +14,20 @@ from flax import nnx
 from jax import Array
 
 from moment_jax.covariance import Full, Moments
+from moment_jax.nn.static import Static
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
+from moment_jax.propagation.derivatives import check_derivatives
 
-Frame = tuple[nnx.State, nnx.State]  # the random weights, and the rest of the model's state
+# The random weights, the rest of the model's state, and units of the outputs (C,) or (1,).
+Frame = tuple[nnx.State, nnx.State, Any]
 Arrays = dict[str, Any]  # by path; of bases: (U, W), None for the entries, () before they are known
+
+
+def check_network(caller: str, split: Any, inputs: Any) -> None:
+    """Raise if derivatives by the weights are not those of the values."""
+    graph, weights, *rest = split
+    one = tuple(x[:1] for x in inputs)
+    check_derivatives(caller, lambda at: nnx.merge(graph, at, *rest, copy=True)(*one), weights)
 
 
 def by_path(tree: Any) -> Arrays:
@@ -49,7 +59,7 @@ def root_columns(likelihood: Any, outputs: Array, columns: Array) -> Array:
 class Curvature:
     """Sums over examples, at noise variance 1. The model's arrays are arguments of compiled programs."""
 
-    graph: Any  # of the model
+    graph: Static  # of the model
     likelihood: Any  # without noise
     shapes: tuple[tuple[str, tuple[int, int]], ...]  # every array as a matrix (in, out), by path
     rows: int  # of the Jacobian at once, of all examples together
@@ -124,16 +134,16 @@ class Curvature:
 
     def _of_one(self, frame: Frame, one: Any) -> Array:
         # On new variables, which the model may write to while traced.
-        model: Any = nnx.merge(self.graph, *jax.tree.map(lambda x: x, frame), copy=True)
+        model: Any = nnx.merge(self.graph.value, *jax.tree.map(lambda x: x, frame[:2]), copy=True)
         outputs = model(*(x[None] for x in one))
         wide = jnp.promote_types(outputs.dtype, jnp.float32)
-        return outputs.reshape(-1, outputs.shape[-1]).astype(wide)
+        return outputs.reshape(-1, outputs.shape[-1]).astype(wide) / jnp.asarray(frame[2], wide)
 
     def _jacobian(self, frame: Frame, inputs: Any) -> tuple[Array, Callable[[Array], Arrays]]:
         """Outputs (N, M, C), and a map of N rows (R, M, C) to gradients (N, R, in, out) by path."""
 
         def of_example(one: Any) -> Any:
-            return jax.vjp(lambda weights: self._of_one((weights, frame[1]), one), frame[0])
+            return jax.vjp(lambda weights: self._of_one((weights, *frame[1:]), one), frame[0])
 
         outputs, pulls = jax.vmap(of_example)(inputs)
 

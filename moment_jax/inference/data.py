@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from moment_jax.nn.modules import inference_output
+from moment_jax.nn.modules import FLOATING, inference_output
+from moment_jax.nn.static import Static
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
 
 REAL = (Gaussian, HeteroscedasticGaussian)
@@ -87,7 +88,33 @@ def data(
         f"{found} for N = 2",
     )
     check(right, rule, came, "Write a module that calls it and returns such an array.", TypeError)
+    if isinstance(likelihood, Categorical | Bernoulli) and like is None:
+        given = _probabilities(network, tuple(x[:8] for x in inputs))
+        mend = "Take the softmax or the sigmoid at the network's end out."
+        check(given is None, f"logits for {likelihood}", f"probabilities, such as {given}", mend)
     return inputs, _targets(check, likelihood, y, (len(y), *shape[1:]), dtype), shape[1:]
+
+
+def _probabilities(network: nnx.Module, inputs: Inputs) -> Any:
+    """An output if the outputs are probabilities: of sum one, or from 0 to 1 at large weights too."""
+    rng, large = np.random.default_rng(0), nnx.clone(network)
+    for _, x in nnx.to_flat_state(nnx.state(large, FLOATING)):
+        x.set_value(jnp.asarray(9 * rng.normal(size=x.shape), x.dtype))
+    found, other = outputs_of(network, inputs), outputs_of(large, inputs)
+    within = [((x >= 0) & (x <= 1)).all() for x in (found, other)]
+    one = found.shape[-1] > 1 and np.allclose(found.sum(axis=-1), 1, atol=1e-2)
+    return found[0].round(3) if within[0] and (one or within[1]) else None
+
+
+def outputs_of(network: nnx.Module, inputs: Inputs) -> np.ndarray:
+    """The network's outputs (N, ..., C), in double precision."""
+    graph, state = nnx.split(network)
+    return np.asarray(_outputs(Static(graph), state, inputs), np.float64)
+
+
+@partial(jax.jit, static_argnums=0)
+def _outputs(graph: Static, state: Any, inputs: Inputs) -> Any:
+    return nnx.merge(graph.value, state, copy=True)(*inputs)
 
 
 def _input(check: Any, x: np.ndarray, dtype: Any) -> np.ndarray:
@@ -105,7 +132,20 @@ def _input(check: Any, x: np.ndarray, dtype: Any) -> np.ndarray:
     if x.dtype.kind in "iu" and x.dtype.itemsize == 8:
         new = x.astype(np.int32)
         check((new == x).all(), "integers of 32 bits", f"{x.min()} to {x.max()}" if x.size else "")
+    _kept(check, "inputs", x, dtype)
     return new
+
+
+def _kept(check: Any, what: str, x: np.ndarray, dtype: Any) -> None:
+    """Raise if rounding to this precision changes a column (..., D) beside its own spread."""
+    if x.dtype == dtype or x.dtype.itemsize < 4 or not x.size:
+        return
+    columns = x.reshape(-1, x.shape[-1] if x.ndim > 1 else 1).astype(np.float64)
+    lost, sd = np.abs(columns.astype(dtype) - columns).max(axis=0), columns.std(axis=0)
+    for i in np.flatnonzero((lost > 0.005 * sd) & (sd > 1e-12 * np.abs(columns).max(axis=0))):
+        rule = f"{what} that {np.dtype(dtype)} holds to a hundredth of their standard deviation"
+        came = f"a column {i} of mean {columns[:, i].mean():.9g} and standard deviation {sd[i]:.3g}"
+        check(False, rule, came, f"Subtract its mean in float64, here and from all {what} to come.")
 
 
 def _targets(
@@ -133,4 +173,6 @@ def _targets(
         came,
         f"The outputs are of shape {outputs}. {CLASSES if classes else mend}",
     )
+    if real:
+        _kept(check, "targets", y, dtype)
     return y.astype(np.int32 if classes else np.float64)

@@ -17,7 +17,7 @@ from jax import Array
 from moment_jax import objectives
 from moment_jax.covariance import Covariance
 from moment_jax.inference import data as checks
-from moment_jax.inference.standardised import Standardised, columns, columns_of, of_outputs
+from moment_jax.inference import standardised
 from moment_jax.inference.training import STEPS_AT_ONCE, Training
 from moment_jax.nn import PriorScale
 from moment_jax.nn import likelihood as likelihoods
@@ -82,17 +82,20 @@ def by_elbo(
         (inputs, targets), held = _divided((inputs, targets), float(held_out), seed)
     else:
         held = checks.data("fit", plain, likelihood, held_out, inputs)[:2]
-    of_inputs = list(map(columns_of, inputs))
+    of_inputs = list(map(standardised.columns_of, inputs))
     of_targets = None
     if isinstance(likelihood, checks.REAL):
-        of_targets = of_outputs(likelihood, *columns(targets))
+        of_targets = standardised.of_outputs(likelihood, *standardised.columns(targets))
     given = {"random": random, "relative_scale": relative_scale, "structure": structure}
     options = {name: value for name, value in given.items() if value is not None}
     if model is not None:
         model = _as_it_is(model, options, of_inputs)
     else:
         if any(of_inputs) or of_targets:
-            plain = Standardised(plain, of_inputs, of_targets)
+            plain = standardised.brought_along(
+                plain, likelihood, inputs, targets, of_inputs, of_targets
+            )
+            plain = standardised.Standardised(plain, of_inputs, of_targets)
         model = Bayesian(plain, **{"relative_scale": 0.05, "learn_prior": True, **options})
     if model.kind is None:
         model.kind, model.noise = likelihoods.stored(likelihood)

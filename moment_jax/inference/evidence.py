@@ -13,13 +13,14 @@ import optax
 from flax import nnx
 from jax import Array
 
-from moment_jax.inference.curvature import Curvature
+from moment_jax.inference import standardised
+from moment_jax.inference.curvature import Curvature, check_network
 from moment_jax.inference.data import REAL, need
 from moment_jax.inference.laplace_approximation import NUMBERS, LaplaceReceipt, log_likelihood
-from moment_jax.inference.standardised import Standardised, columns, columns_of, of_outputs
 from moment_jax.inference.training import Training
 from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.modules import FLOATING, Raveled
+from moment_jax.nn.static import Static
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
 from moment_jax.posterior import FullNormal
 
@@ -222,10 +223,10 @@ class Evidence:
 
     def _batches(self, name: str, weights: np.ndarray) -> Iterator[Any]:
         """What this method of `Curvature` gives for one batch of examples after the other."""
-        split: Any = nnx.split(self._at(jnp.asarray(weights)), FLOATING, ...)
+        split: list[Any] = [*nnx.split(self._at(jnp.asarray(weights)), FLOATING, ...), np.ones(1)]
         graph, *frame = split
         shapes, rows = (("weights", (weights.size, 1)),), max(1, min(256, NUMBERS // weights.size))
-        of = Curvature(graph, self.kind, shapes, rows, math.prod(self.shape))
+        of = Curvature(Static(graph), self.kind, shapes, rows, math.prod(self.shape))
         return of.batches(getattr(of, name), tuple(frame), self.inputs, max(1, rows // of.count))
 
     def _begun(self, weights: Array, rate: float, steps: int) -> tuple[Training, Any]:
@@ -253,27 +254,33 @@ def by_evidence(
     tell: Callable[[int, float], None],
 ) -> tuple[list[Bayesian], tuple[LaplaceReceipt, ...]]:  # fmt: skip
     """The models for columns in their own units, and their receipts; see `fit` and `maximised`."""
-    of_inputs = list(map(columns_of, inputs))
-    pairs = zip(inputs, of_inputs, strict=True)
-    scaled = tuple(x if of is None else (x - of[0]) / of[1] for x, of in pairs)
+    of_inputs = list(map(standardised.columns_of, inputs))
     known, of_targets, units = likelihood, None, 0.0
     learned = likelihood == Gaussian()
     if isinstance(likelihood, REAL):
         varies = (targets != targets[:1]).reshape(-1, targets.shape[-1]).any(axis=0)
         mend = "Leave it out: a constant needs no network."
         need("fit", varies.all(), "targets that vary", "a column of one value", mend)
-        centre, spread = columns(targets)
+        centre, spread = standardised.columns(targets)
         if isinstance(likelihood, Gaussian) and not learned:  # of all outputs, which share a scale
             spread = np.full_like(spread, np.sqrt(np.mean(spread**2)))
             known = Gaussian(float(likelihood.noise_variance / spread[0] ** 2))
-        targets, of_targets = (targets - centre) / spread, of_outputs(likelihood, centre, spread)
+        of_targets = standardised.of_outputs(likelihood, centre, spread)
         units = float(targets.size * np.mean(np.log(spread)))
+    network = standardised.brought_along(
+        network, likelihood, inputs, targets, of_inputs, of_targets
+    )
+    if of_targets:
+        targets = (targets - centre) / spread
+    pairs = zip(inputs, of_inputs, strict=True)
+    scaled = tuple(x if of is None else (x - of[0]) / of[1] for x, of in pairs)
+    check_network("fit", nnx.split(network, FLOATING, ...), scaled)
     evidence = Evidence(Raveled(network), known, scaled, targets, shape)
     found = evidence.maximised(members, steps, rate, seed, lambda n, x: tell(n, x - units))
     models = []
     for mean, cov, receipt, _ in found:
         noise = Gaussian(jnp.asarray(receipt.noise_variance * spread**2)) if learned else likelihood
-        whole = Raveled(Standardised(network, of_inputs, of_targets))
+        whole = Raveled(standardised.Standardised(network, of_inputs, of_targets))
         joint: Any = jnp.asarray(mean, whole.weights[...].dtype), cov
         beliefs = {"weights": FullNormal(*joint)}
         models.append(Bayesian(whole, noise, beliefs=beliefs, linearised=True))

@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -73,6 +74,7 @@ def fit(
 
     Columns may be in any unit: floating inputs (N, D) and the targets of a Gaussian likelihood are
     brought to mean 0 and standard deviation 1 inside the model, whose network is then a `Standardised`.
+    A network that was trained in the columns' own units starts as it is: its layers take the units.
     Images, sequences and integers stay as they are: scale them to about one.
 
     Args:
@@ -111,7 +113,8 @@ def fit(
 
     Raises:
       TypeError, ValueError: if an argument is invalid, or the training diverges. It warns if `max_steps`
-        ended while the held-out density was still improving.
+        ended while the held-out density or the evidence still changed, and of a trained network that
+        cannot take the units.
 
     >>> import moment_jax as mj
     >>> x = np.linspace(-100, 100, 60)[:, None]
@@ -161,6 +164,12 @@ def fit(
             learning_rate=learning_rate, **own,
         )  # fmt: skip
     course.close()
+    if evidence and not converged:
+        warnings.warn(
+            f"`fit` stopped without having converged: the last tenth of {course.total} steps changed "
+            f"the log evidence by {abs(last - before):.2g} nats an example. Take more max_steps.",
+            stacklevel=2,
+        )
     told = FitReceipt(course.history, converged, objective, reason, evidence)
     return (model, told) if receipt else model
 

@@ -12,12 +12,14 @@ import numpy as np
 from flax import linen, nnx
 
 from moment_jax.inference import data as checks
-from moment_jax.inference.curvature import Arrays, Curvature, Frame, by_path
+from moment_jax.inference.curvature import Arrays, Curvature, Frame, by_path, check_network
 from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.belief import matrix_shape
 from moment_jax.nn.modules import as_nnx, is_floating
+from moment_jax.nn.static import Static
 from moment_jax.objectives import Categorical, Gaussian, HeteroscedasticGaussian
 from moment_jax.posterior import Factorized, FullNormal, KroneckerEigen, Posterior
+from moment_jax.progress import compiling
 
 NUMBERS = 2**25  # of the Jacobian at once
 LONGEST = 4096  # axis of a matrix that has Kronecker factors
@@ -30,7 +32,7 @@ class LaplaceReceipt(NamedTuple):
 
     log_evidence: float  # nats, for the whole data set
     prior_precision: dict[str, float]  # by layer
-    noise_variance: float | None  # of a Gaussian likelihood
+    noise_variance: Any  # of a Gaussian likelihood, a number; (C,) where `laplace` estimated it
     effective_parameters: float  # number of weights that the data determine
 
 
@@ -66,7 +68,8 @@ def laplace(
       network: a Flax NNX module in inference mode (`network.eval()`), or a linen module bound to its
         variables; with outputs (N, ..., C) for a batch, each of them observed. It is not changed.
       likelihood: `mj.Categorical()`, `mj.Bernoulli()` or `mj.Gaussian(noise_variance)`, a number;
-        `mj.Gaussian()` to estimate the noise by the evidence.
+        `mj.Gaussian()` to estimate the noise by the evidence, for each output in proportion to its
+        residuals.
       data: inputs, an array (N, ...) or a tuple of them, and targets: (N, ...) integers for
         Categorical, else the outputs' shape; from 0 to 1 for Bernoulli.
       held_out: as `data`, but not trained on: selects from a grid from 1e-2 to 1e6, two per decade, the
@@ -88,8 +91,9 @@ def laplace(
       A linearised `mj.Bayesian`, whose `beliefs` are `KroneckerEigen`, `FullNormal` or `Factorized`.
 
     Raises:
-      TypeError, ValueError: if an argument is invalid or the network in training mode. It warns of
-        arrays that the outputs do not depend on, and of a precision at the edge of its range.
+      TypeError, ValueError: if an argument is invalid, the network in training mode, or its derivative
+        not that of its values (`stop_gradient`). It warns of arrays that the outputs do not depend on,
+        and of a precision at the edge of its range.
 
     Source: Daxberger et al., "Laplace redux" (2021); Immer et al., "Scalable marginal likelihood
     estimation for model selection in deep learning" (2021); George et al., "Fast approximate natural
@@ -102,8 +106,7 @@ def laplace(
     >>> model.predict(x).sd.shape
     (20, 1)
     """
-    if kind not in ("kfac", "diagonal"):
-        raise ValueError(f"`laplace` needs a kind, kfac or diagonal. Got {kind!r}.")
+    checks.need("laplace", kind in ("kfac", "diagonal"), "a kind, kfac or diagonal", repr(kind))
     checks.likelihood("laplace", likelihood)
     if held_out is not None and (per_layer or prior_precision is not None):
         raise ValueError(
@@ -114,7 +117,7 @@ def laplace(
     plain = as_nnx(network, output)
     split: Any = nnx.split(plain, nnx.All(nnx.Param, random, lambda _, x: is_floating(x)), ...)
     graph, *state = split
-    frame, known = tuple(state), by_path(state[0])
+    frame, known = (*state, np.ones(1)), by_path(state[0])
     params = nnx.to_pure_dict(nnx.state(plain, nnx.Param))
     if not known:
         raise ValueError(
@@ -130,22 +133,29 @@ def laplace(
     shapes = {path: matrix_shape(path.rpartition("/")[2], x.shape) for path, x in known.items()}
     rows = min(batch_size, max(1, NUMBERS // sum(x.size for x in known.values())))
     noiseless = Gaussian() if isinstance(likelihood, Gaussian) else likelihood
-    curvature = Curvature(graph, noiseless, tuple(shapes.items()), rows, math.prod(shape))
+    curvature = Curvature(Static(graph), noiseless, tuple(shapes.items()), rows, math.prod(shape))
+    small = [path for path, sizes in shapes.items() if kind == "kfac" and max(sizes) <= LONGEST]
+    check_network("laplace", split, inputs)
     parts = [*curvature.batches(curvature.outputs, frame, inputs, batch_size)]
     outputs = np.concatenate(parts)[: len(targets)].reshape(-1, *shape)
     if not np.isfinite(outputs).all():
         raise ValueError("`laplace` needs a network with finite outputs. Got NaN or infinity.")
-    small = [path for path, sizes in shapes.items() if kind == "kfac" and max(sizes) <= LONGEST]
-    bases, squares = curvature.spectrum(frame, inputs, small)
+    units = np.ones(1)
+    if likelihood == Gaussian():  # outputs may be in different ones
+        residuals, columns = (x.reshape(-1, shape[-1]) for x in (targets - outputs, targets))
+        least = 1e-8 * np.maximum(columns.var(axis=0), 1e-30)
+        units = np.sqrt(np.maximum(np.mean(residuals**2, axis=0), least))
+        outputs, targets, frame = outputs / units, targets / units, (*state, units)
+        held = held and (held[0], held[1] / units)
+    with compiling(f"the curvature of {type(network).__name__}"):
+        bases, squares = curvature.spectrum(frame, inputs, small)
     silent = ", ".join(path for path in shapes if not squares[path].any())
     if silent:
         message = f"`laplace`: the outputs do not depend on {silent}, which keep the prior."
         warnings.warn(message, stacklevel=2)
     offsets = {p: np.asarray(x, np.float64) - centre.get(p, 0.0) for p, x in known.items()}
     at = functools.partial(posterior, squares, offsets, likelihood, outputs, targets, per_layer)
-    chosen = prior_precision
-    if held is not None:
-        chosen = _best_on(held, at, curvature, frame, bases)
+    chosen = prior_precision if held is None else _best_on(held, at, curvature, frame, bases)
     variance, _, found = at(chosen)
     if prior_precision is None:
         _warn_at_the_edge(found, held is not None)
@@ -153,6 +163,10 @@ def laplace(
     flat = nnx.traversals.flatten_mapping(params).items()
     tree = {path: beliefs.get("/".join(map(str, path)), x) for path, x in flat}
     tree = nnx.traversals.unflatten_mapping(tree)
+    if likelihood == Gaussian():
+        evidence = found.log_evidence - float(targets.size * np.mean(np.log(units)))
+        noise = found.noise_variance * units**2
+        found = found._replace(log_evidence=evidence, noise_variance=noise)
     known_noise = Gaussian(found.noise_variance) if noiseless == Gaussian() else likelihood
     model = Bayesian(plain, known_noise, beliefs=tree, linearised=True)
     return (model, found) if receipt else model

@@ -147,7 +147,7 @@ class Bayesian(Module):
             )
         num_landmarks("mj.Bayesian", 1, landmarks)
         self.structure, self.landmarks, self.linearised = structure, landmarks, linearised
-        self.spread: Any = nnx.data(None)  # factors of the output's sds, see `corrected`
+        self.spread: Any = nnx.Variable(None)  # factors of the output's sds, see `corrected`
 
     # -- beliefs and networks -------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class Bayesian(Module):
         if known is not None and not (known >= 0).all():
             raise ValueError(f"`scaled` needs a factor that is not negative. Got {factor}.")
         copy = nnx.clone(self)
-        copy.spread = nnx.data(None)  # it was found with the standard deviations before
+        copy.spread = nnx.Variable(None)  # it was found with the standard deviations before
         for belief in copy.owned.values():
             belief.scale_by(factor)
         return copy
@@ -212,7 +212,7 @@ class Bayesian(Module):
                 f"`replace` takes {', '.join(known)}. Got {', '.join(set(options) - set(known))}."
             )
         # A corrected model keeps variables of its own: others could be trained under its factor.
-        copy = nnx.clone(self, variables=self.spread is not None)
+        copy = nnx.clone(self, variables=self.spread.get_value() is not None)
         copy._set_options(**{**known, **options})
         return copy
 
@@ -289,8 +289,9 @@ class Bayesian(Module):
         """
         beside = beside_sampled(self, "check", x, key, samples, options)
         (moments, seconds), ((mean, sd), seconds_sampled) = beside
-        ratio = np.asarray(moments.sd / sd)[np.asarray(sd) > 0]
-        shift = np.asarray(jnp.abs(moments.mean - mean) / sd)[np.asarray(sd) > 0]
+        known = np.asarray(sd) != 0  # NaN too, which is told
+        ratio = np.asarray(moments.sd / sd)[known]
+        shift = np.asarray(jnp.abs(moments.mean - mean) / sd)[known]
         return Check(
             float(ratio.mean()), float(np.abs(ratio - 1).mean()), float(shift.mean()),
             (2 * (samples - 1)) ** -0.5, seconds, seconds_sampled,
@@ -309,10 +310,9 @@ class Bayesian(Module):
         beside = beside_sampled(self, "corrected", x, key, samples, options)
         (moments, _), ((_, sd), _) = beside
         copy = nnx.clone(self)
-        found = spread_factors(moments.sd, sd)
-        copy.spread = nnx.data(
-            nnx.Variable(found if self.spread is None else found * self.spread[...])
-        )
+        sds = (x[..., None] if x.ndim == self.batch_axes else x for x in (moments.sd, sd))
+        found, before = spread_factors(*sds), self.spread.get_value()
+        copy.spread = nnx.Variable(found if before is None else found * before)
         return copy
 
     def explain(self, *inputs: Any, **options: Any) -> Steps:
@@ -405,9 +405,10 @@ class Bayesian(Module):
             of = propagate(fn, structure=self.structure, landmarks=self.landmarks)
 
         def one(beliefs: Any, inputs: Any) -> Any:
-            known = beliefs if self.spread is None else as_corrected(beliefs)
+            factors = self.spread.get_value()
+            known = beliefs if factors is None else as_corrected(beliefs)
             mean, cov = of(known, *(with_batch(x, axes) for x in inputs))
-            return mean, cov if self.spread is None else cov.rescale(self.spread[...][None])
+            return mean, cov if factors is None else cov.rescale(factors[None])
 
         try:
             shape = self._output_shape(means, options)

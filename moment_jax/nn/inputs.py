@@ -43,11 +43,11 @@ def check_inputs(inputs: tuple[Any, ...], axes: int, structure: type[Covariance]
                 f"{tuple(cov.shape)}."
             )
     for x in (x[0] if is_random_input(x) else x for x in inputs):
-        if x.ndim < axes:
+        if x.ndim < axes or 0 in x.shape[:axes]:
             got = tuple(x.shape)
             raise ValueError(
-                f"A Bayesian model needs arrays with {axes} leading batch axes. Got "
-                f"{got}. For one input, use x[None], or mj.Bayesian(..., batch_axes=0)."
+                f"A Bayesian model needs arrays of an example or more, with {axes} leading batch axes. "
+                f"Got {got}. For one input, use x[None], or mj.Bayesian(..., batch_axes=0)."
             )
 
 

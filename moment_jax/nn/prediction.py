@@ -16,6 +16,7 @@ from jax import Array
 from moment_jax.nn.inputs import arguments, check_inputs, check_key, with_batch
 from moment_jax.nn.modules import as_nnx
 from moment_jax.nn.static import Static
+from moment_jax.progress import compiling
 from moment_jax.propagation.law import check_mean, refuse_deviation
 from moment_jax.propagation.propagator import is_random_input
 from moment_jax.xla import inlined
@@ -39,19 +40,19 @@ def predicted(
 
     The last batch is filled up with its first example.
     """
-    if batch_size < 1:
-        raise ValueError(f"`predict` needs batch_size >= 1. Got {batch_size}.")
+    if not isinstance(batch_size, int | np.integer) or batch_size < 1:
+        raise ValueError(f"`predict` needs an integer batch_size >= 1. Got {batch_size}.")
     graph, state = nnx.split(model)
     known = Static(options)
     size = jax.tree.leaves(inputs)[0].shape[0] if axes and inputs else 0
     if size <= batch_size:
-        return _predicted(graph, state, inputs, known=known)
+        return _told(_predicted, model, graph, state, inputs, known=known)
     parts = []
     for first in range(0, size, batch_size):
         rows = np.arange(first, first + batch_size)
         rows = np.where(rows < size, rows, first)
         batch = jax.tree.map(lambda x, rows=rows: jnp.asarray(x)[rows], inputs)
-        parts.append(_predicted(graph, state, batch, known=known))
+        parts.append(_told(_predicted, model, graph, state, batch, known=known))
     return _joined(parts, size)
 
 
@@ -65,7 +66,12 @@ def compiled_pass(model: Any, inputs: Any, options: dict[str, Any]) -> Any:
     graph, state = nnx.split(model)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, inputs, options))):
         return model._moments(inputs, options)
-    return _pass(graph, state, inputs, known=Static(options))
+    return _told(_pass, model, graph, state, inputs, known=Static(options))
+
+
+def _told(fn: Any, model: Any, *args: Any, known: Static) -> Any:
+    with compiling(f"the pass of {model.name} ({model.structure.__name__})"):
+        return fn(*args, known=known)
 
 
 def beside_sampled(
@@ -73,6 +79,9 @@ def beside_sampled(
 ) -> list[Any]:
     """One pass, and mean and sd of sampled networks, each with its seconds, compiled."""
     inputs, key = arguments(x), jax.random.key(0) if key is None else key
+    if any(map(is_random_input, inputs)):
+        came = "Got the moments of a random one. Give its mean"
+        raise ValueError(f"`{caller}` draws networks, and needs certain inputs. {came}.")
     check_inputs(inputs, model.batch_axes, model.structure)
     check_key(caller, key)
     if samples < 2:
@@ -93,7 +102,7 @@ def check_law(model: Any, inputs: Any, options: dict[str, Any]) -> None:
     if model.linearised or any(map(is_random_input, inputs)):
         return
     known, (graph, state) = Static(options), nnx.split(model.scaled(0.0))
-    found = _pass(graph, state, inputs, known=known).mean
+    found = _told(_pass, model, graph, state, inputs, known=known).mean
     what = check_mean(found, _at_means(graph, state, inputs, known=known))
     if what is None:
         return

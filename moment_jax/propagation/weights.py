@@ -23,6 +23,7 @@ from moment_jax.posterior import (
 )
 from moment_jax.propagation import arrays, primitives
 from moment_jax.propagation.arrays import Axes, Base
+from moment_jax.propagation.derivatives import check_derivatives
 from moment_jax.propagation.errors import explain_call
 
 
@@ -232,7 +233,8 @@ def linearised(
       returns fn at the means as a sequence (T, D), with D the last axis, and its covariance.
 
     Raises:
-      ValueError: if a `Full` covariance would have more than 2^28 entries.
+      ValueError: if a `Full` covariance would have more than 2^28 entries, or a derivative is not that
+        of the values: behind `stop_gradient`, a straight-through estimate, a reversed gradient.
 
     >>> import jax.numpy as jnp, moment_jax as mj
     >>> belief = mj.posterior.Factorized(jnp.ones((2, 1)), jnp.full((2, 1), 0.5))
@@ -260,6 +262,7 @@ def linearised(
         except Exception as error:
             explain_call("linearised", functools.partial(fn, filled(means)), inputs, error)
             raise
+        check_derivatives("linearised", lambda at: fn(filled(at), *inputs), means)
         shape = (-1, mean.shape[-1]) if mean.ndim else (1, 1)
         if structure is Diagonal:
             _, backward = jax.vjp(lambda at: fn(filled(at), *inputs).ravel(), means)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,7 +66,7 @@ def test_noise_is_estimated_with_the_factor():
     model = mj.calibrate(net(weights), mj.Gaussian(), (X, y))
     assert model.structure is mj.Separable
     assert abs(factor(model) / 0.3 - 1) < 0.15
-    assert abs(float(model.likelihood.noise_variance) / 0.64 - 1) < 0.3
+    assert abs(float(model.likelihood.noise_variance[0]) / 0.64 - 1) < 0.3
     known = calibrated(net(weights), mj.Gaussian(0.64), (X, y))
     assert abs(factor(known) / 0.3 - 1) < 0.15
 
@@ -77,6 +79,51 @@ def test_linen_a_filter_and_an_edge():
         model = calibrated(bound, mj.Bernoulli(), held_out, random=nnx.PathContains("layers_2"))
     assert ["/".join(path) for path in model.owned] == ["params/layers_2/kernel"]
     assert isinstance(model.at_means(), linen.Sequential)
+
+
+def test_the_receipt_has_the_temperature_to_compare():
+    network = net(3 * WEIGHTS)
+    labels = np.argmax(X @ WEIGHTS + RNG.gumbel(size=(800, 2)), axis=-1)
+    model, found = calibrated(network, mj.Categorical(), (X, labels), receipt=True)
+    assert abs(found.temperature / 3 - 1) < 0.3
+    logits = network(X) / found.temperature
+    known = jax.nn.log_softmax(logits)[np.arange(800), labels].mean()
+    np.testing.assert_allclose(found.log_density_temperature, known, rtol=1e-5)
+    assert found.log_density_plain < min(found.log_density, found.log_density_temperature)
+    np.testing.assert_allclose(found.log_density, model.log_prob(X, labels).mean(), rtol=1e-5)
+    own = np.mean(np.argmax(network(X), axis=1) == labels)
+    np.testing.assert_allclose(found.accuracy_plain, own, rtol=1e-6)
+    assert abs(found.accuracy - found.accuracy_plain) < 0.05
+
+
+def test_a_factor_that_lowers_accuracy_is_refused(monkeypatch):
+    """As passes whose means are wrong do: labels of large noise, or all of them, are turned."""
+    predict, limit = mj.Bayesian.predict, 0.0
+
+    def wrong(self, *inputs, **options):
+        found = predict(self, *inputs, **options)
+        turned = found.log_probs[:, ::-1] if factor(self) > limit else found.log_probs
+        return dataclasses.replace(found, log_probs=turned)
+
+    labels, options = classes(0.4), {"batch_size": 800}
+    monkeypatch.setattr(mj.Bayesian, "predict", wrong)
+    with pytest.raises(ValueError, match=r"as right as the network's, .*check\(x\). Got accuracy"):
+        calibrated(net(), mj.Categorical(), (X, labels), **options)
+    limit = 0.2
+    model = calibrated(net(), mj.Categorical(), (X, labels), **options)
+    assert 0.05 < factor(model) < limit
+
+
+@pytest.mark.filterwarnings("ignore:.*not overconfident")
+@pytest.mark.parametrize(
+    ("rows", "units", "message"),
+    [(50, [1.0, 1.0], "50 examples choose"), (400, [1.0, 1e4], "variance of output 0 is .* times")],
+)
+def test_few_examples_and_outputs_in_different_units_are_told(rows, units, message):
+    network, noise = net(WEIGHTS * units), RNG.normal(size=(rows, 2)) * units
+    y = network(X[:rows]) * (1 + 0.3 * RNG.normal(size=(rows, 2))) + noise
+    with pytest.warns(UserWarning, match=message):
+        calibrated(network, mj.Gaussian(), (X[:rows], y))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,10 @@ X = RNG.normal(size=(40, 3))
 Y = X @ [[1.0, 0.3], [-2.0, 0.0], [0.5, 1.0]] + 0.3 * RNG.normal(size=(40, 2))
 LABELS = (X[:, 0] > 0).astype(int) + (X[:, 1] > 0.5)
 
-pytestmark = pytest.mark.usefixtures("ranks_of_a_user")
+pytestmark = [
+    pytest.mark.usefixtures("ranks_of_a_user"),
+    pytest.mark.filterwarnings("ignore:.*without having converged:UserWarning"),
+]
 
 
 def linear(outputs=1, **options):
@@ -243,7 +246,6 @@ def test_a_known_noise_ten_rows_and_constant_inputs():
         ({"network": mj.Bayesian(linear(2))}, "elbo", "a Bayesian"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*without having converged:UserWarning")
 def test_the_default(change, objective, reason, capsys):
     outputs = 3 if change.get("likelihood") is CATEGORICAL else 2
     options = {"network": linear(outputs), "objective": None, "max_steps": 20, "progress": True}

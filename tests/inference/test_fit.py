@@ -72,6 +72,46 @@ def test_a_known_noise_and_constant_columns_are_in_raw_units_too():
     assert (model.predict(x).variance > 50).all()
 
 
+UNITS = np.array([1e3, 1.0, 1e-3])
+
+
+def in_raw_units(last):
+    """A network for columns of these units, as if it had been trained, and its data."""
+    net = nnx.Sequential(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), jax.numpy.tanh, last)
+    net.layers[0].kernel.set_value(net.layers[0].kernel[...] / UNITS[:, None])
+    net.layers[0].bias.set_value(-(np.ones(3) @ net.layers[0].kernel[...]))
+    return net, X * UNITS + 1
+
+
+@pytest.mark.parametrize("likelihood", [GAUSSIAN, CATEGORICAL])
+@pytest.mark.parametrize("objective", ["evidence", "elbo"])
+def test_a_trained_network_is_brought_along_in_its_own_units(objective, likelihood):
+    last = nnx.Linear(3, 2, rngs=nnx.Rngs(1))
+    last.kernel.set_value(50 * last.kernel[...])
+    net, x = in_raw_units(last)
+    own = net(x)
+    y = np.argmax(own, axis=1) if likelihood is CATEGORICAL else own + 1000.0
+    if likelihood is GAUSSIAN:
+        last.bias.set_value(np.full(2, 1000.0))
+    options = {"structure": mj.Diagonal} if objective == "elbo" else {}
+    model = mj.fit(
+        net, likelihood, (x, y), objective=objective, max_steps=1, learning_rate=1e-9, **options
+    )
+    np.testing.assert_allclose(model.at_means()(x), net(x), atol=1e-3 * own.std())
+
+
+def test_a_trained_network_without_dense_layers_is_told():
+    class Own(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(np.array([[1e3], [0.0], [0.0]], np.float32))
+
+        def __call__(self, x):
+            return x @ self.w[...]
+
+    with pytest.warns(UserWarning, match="no dense layers that could take the units of"):
+        fit(Own(), GAUSSIAN, (X, 1e3 * X[:, 0]), max_steps=1)
+
+
 @pytest.mark.parametrize("likelihood", [CATEGORICAL, mj.Bernoulli()])
 def test_classes(likelihood):
     labels = (X[:, 0] > 0).astype(int) + (X[:, 1] > 1)
@@ -165,6 +205,10 @@ def test_a_class_in_held_out_data_alone_and_inputs_of_other_types():
     np.testing.assert_allclose(many, model(np.full((1, 3), 200.0)).mean, rtol=1e-5)
 
 
+def ends_in(fn, outputs):
+    return nnx.Sequential(linear(outputs), fn)
+
+
 OWN = {"network": mj.Bayesian(linear(), GAUSSIAN)}
 
 
@@ -182,6 +226,9 @@ OWN = {"network": mj.Bayesian(linear(), GAUSSIAN)}
         ({"data": (X * np.inf, np.ones(120))}, ValueError, "finite inputs, in float32"),
         ({"data": (X * 1e300, np.ones(120))}, ValueError, "finite inputs, in float32"),
         ({"data": (X, 1e300 * X[:, 0])}, ValueError, "finite in float32"),
+        ({"data": (X + 1e9, X[:, 0])}, ValueError, "inputs that float32 holds.*0 of mean 1e.09"),
+        ({"data": ((60 * X + 1.7e9).astype(int), X[:, 0])}, ValueError, "holds.*Subtract its mean"),
+        ({"data": (X, X[:, 0] + 2.5e6)}, ValueError, "targets that float32 holds.*Got a column 0"),
         ({"data": (X.astype(str), X)}, TypeError, "inputs of numbers"),
         ({"data": (2**40 + np.arange(120), X[:, 0])}, ValueError, "integers of 32 bits"),
         (
@@ -197,6 +244,20 @@ OWN = {"network": mj.Bayesian(linear(), GAUSSIAN)}
             "to 0. Got .* to 1. .*class",
         ),
         ({"data": (X, 2 * LABELS), "likelihood": mj.Bernoulli()}, ValueError, "from 0 to 1. Got"),
+        (
+            {"network": ends_in(jax.nn.softmax, 2), "data": (X, LABELS), "likelihood": CATEGORICAL},
+            ValueError,
+            r"logits for Categorical.*Got probabilities, such as \[.*softmax",
+        ),
+        (
+            {
+                "network": ends_in(lambda x: 1 / (1 + jax.numpy.exp(-x)), 1),
+                "data": (X, LABELS),
+                "likelihood": mj.Bernoulli(),
+            },
+            ValueError,
+            "logits for Bernoulli.*Got probabilities",
+        ),
         ({"data": (X, X)}, ValueError, r"shape \(120, 1\).*Got float64 of shape \(120, 3\)"),
         ({"held_out": 1.5}, ValueError, "a share from 0"),
         ({"held_out": [X, X]}, TypeError, "inputs, targets"),

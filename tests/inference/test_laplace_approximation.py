@@ -286,6 +286,23 @@ def test_held_out_data_choose_the_precision_that_predicts_them_best(likelihood, 
         assert best >= density(prior_precision=precision)[0] - 1e-3
 
 
+def test_each_output_has_its_noise_in_its_own_unit():
+    x, noise = np.asarray(X), np.random.default_rng(0).normal(size=(24, 2))
+    y = x[:, :2] + 0.1 * noise
+    model = linear(2)
+    fit = np.linalg.lstsq(np.c_[x, np.ones(24)], y)[0]
+    units, found = np.array([1.0, 1e3]), []
+    for unit in (np.ones(2), units):
+        model.kernel.set_value(jnp.asarray(fit[:3] * unit))
+        model.bias.set_value(jnp.asarray(fit[3] * unit))
+        found.append(laplace(model, Gaussian(), (x, y * unit), prior_precision=1e-9, receipt=True))
+    (one, receipt), (other, scaled) = found
+    np.testing.assert_allclose(scaled.noise_variance, receipt.noise_variance * units**2, rtol=1e-4)
+    residuals = np.mean((y - x @ fit[:3] - fit[3]) ** 2, axis=0)
+    np.testing.assert_allclose(receipt.noise_variance, residuals * 24 / 20, rtol=1e-3)
+    np.testing.assert_allclose(other.predict(x).sd, one.predict(x).sd * units, rtol=1e-3)
+
+
 def test_a_linear_regression_has_its_noise_and_prior_from_the_evidence():
     x = jax.random.normal(jax.random.key(2), (400, 3))
     weights = jnp.array([[1.0], [-2.0], [0.5]])
@@ -347,6 +364,14 @@ BAD = [  # of data, see also tests/inference/test_fit.py
     ({"network": Of(lambda n, x: n.a(x), a=linear(kernel_init=nnx.initializers.constant(jnp.nan)))},
      ValueError, "finite outputs"),
 ]  # fmt: skip
+
+
+def test_a_stopped_gradient_is_refused_but_before_certain_weights():
+    net = Of(lambda n, x: n.b(jax.lax.stop_gradient(n.a(x))), a=linear(3), b=linear())
+    for call in (laplace, mj.fit):
+        with pytest.raises(ValueError, match=r"Got stop_gradient at .*test_laplace.*certain"):
+            call(net, Gaussian(1.0), (X, X[:, :1]))
+    laplace(net, Gaussian(1.0), ZEROS, prior_precision=1.0, random=nnx.PathContains("b"))
 
 
 @pytest.mark.parametrize(("change", "error", "words"), BAD)

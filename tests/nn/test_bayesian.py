@@ -239,7 +239,7 @@ def test_a_factor_for_each_feature_corrects_the_spread_of_a_mean_over_tokens():
     before, after = moments_of(model, x), moments_of(right, x)
     assert_close(after.sd, right.spread[...] * before.sd, 1e-6)
     assert_same(after.mean, before.mean)
-    assert model.spread is None
+    assert model.spread.get_value() is None
     assert_close(right.corrected(x, samples=200).spread[...], right.spread[...], 1e-5)
 
 
@@ -248,12 +248,28 @@ def test_a_correction_is_forgotten_or_refused_with_other_beliefs():
     model = mj.Bayesian(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), structure=mj.Diagonal)
     right = model.corrected(x)
     for other in (right.replace(structure=mj.Full), right.scaled(0.5)):
-        assert other.spread is None
+        assert other.spread.get_value() is None
         assert other.owned[path].mean is not right.owned[path].mean  # not trained under the factors
     known = jax.grad(lambda x: (right.spread[...] * model(x).sd).sum())(x)
     assert_close(jax.grad(lambda x: right(x).sd.sum())(x), known, 1e-6)
     with pytest.raises(ValueError, match="factors that hold for its present beliefs"):
         nnx.jit(nnx.grad(lambda m: m(x).sd.sum()))(right)
+    nnx.update(model, nnx.state(right))
+    assert_same(model(x).sd, right(x).sd)
+
+
+def test_outputs_of_one_number_are_corrected_by_one_factor():
+    layer = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    network = nnx.Sequential(layer, lambda x: x[..., 0].mean(axis=1))
+    model = mj.Bayesian(network, structure=mj.Diagonal).corrected(jnp.ones((3, 8, 3)), samples=200)
+    assert_close(model.spread[...], jnp.sqrt(jnp.array([8.0])), 0.2)
+    assert model(jnp.ones((5, 8, 3))).sd.shape == (5,)
+
+
+def test_nan_is_told_by_a_check():
+    network = nnx.Sequential(nnx.Embed(5, 3, rngs=nnx.Rngs(0)), lambda x: x.mean(axis=1))
+    model = mj.Bayesian(network, structure=mj.Diagonal)
+    assert np.isnan(model.check(jnp.array([[0, 1], [2, 9]]), samples=10).sd_ratio)
 
 
 class Reports(nnx.Module):
@@ -275,6 +291,17 @@ WRONG = [
     (lambda: mj.Bayesian(nnx.Dropout(0.1)), ValueError, "network with parameters"),
     (lambda: mj.Bayesian(jnp.tanh), TypeError, "mj.propagate"),
     (lambda: mj.Bayesian(net()).corrected(X, samples=1), ValueError, "samples >= 2"),
+    (
+        lambda: mj.Bayesian(net()).check((X, mj.Separable.zeros((1, 3)))),
+        ValueError,
+        "`check` draws networks, and needs certain inputs",
+    ),
+    (lambda: mj.Bayesian(net())(X[:0]), ValueError, "an example or more, .*Got"),
+    (
+        lambda: mj.Bayesian(net(), mj.Categorical()).predict(X, batch_size=None),
+        ValueError,
+        "integer batch_size >= 1. Got None",
+    ),
     (lambda: mj.Bayesian(mj.Bayesian(net())), TypeError, "at_means"),
     (lambda: mj.Bayesian(linen.Dense(2)), TypeError, "module.bind"),
     (

@@ -62,3 +62,60 @@ def test_a_covariance_that_no_memory_holds_is_refused():
     kernel = mj.posterior.Factorized(jnp.ones((3, 1000)), jnp.ones((3, 1000)))
     with pytest.raises(ValueError, match=r"64000 outputs .64, 1000.*structure=mj.Diagonal"):
         mj.linearised(lambda w: jnp.ones((64, 3)) @ w)(kernel)
+
+
+def with_rule(fn, factor):
+    """The function, its derivative multiplied by a factor."""
+    custom = jax.custom_vjp(fn)
+    custom.defvjp(lambda x: (fn(x), x), lambda x, g: (factor * jax.vjp(fn, x)[1](g)[0],))
+    return custom
+
+
+def straight_through(x):
+    return x + jax.lax.stop_gradient(jnp.round(x) - x)
+
+
+def softmax(x):
+    e = jnp.exp(x - jax.lax.stop_gradient(x.max()))
+    return e / e.sum()
+
+
+def looped(fn):
+    return lambda x: jax.lax.scan(lambda c, _: (fn(c), None), x, None, length=2)[0]
+
+
+WRONG = [
+    jax.lax.stop_gradient, straight_through, with_rule(jnp.sin, -0.1),
+    looped(jax.lax.stop_gradient), jax.checkpoint(with_rule(jnp.sin, 2.0)),
+    jax.jit(lambda x: softmax(x) + jax.lax.stop_gradient(x)),
+]  # fmt: skip
+RIGHT = {
+    softmax: jax.nn.softmax,
+    with_rule(jnp.sin, 1.0): jnp.sin,
+    looped(softmax): looped(jax.nn.softmax),
+}
+
+
+@pytest.mark.parametrize("fn", WRONG)
+def test_derivatives_that_are_not_those_of_the_values_are_refused(fn):
+    with pytest.raises(ValueError, match=r"what the network computes. Got (stop|custom).*test_lin"):
+        mj.linearised(lambda w, x: fn(x @ w))(FAMILIES[1], jnp.ones(3))
+
+
+@pytest.mark.parametrize("fn", RIGHT)
+def test_derivatives_of_the_values_are_taken_however_they_are_written(fn):
+    found, known = (
+        mj.linearised(lambda w, x, f=f: f(x @ w))(FAMILIES[1], jnp.ones(3))[1].variance()
+        for f in (fn, RIGHT[fn])
+    )
+    assert jnp.allclose(found, known, rtol=1e-5)
+
+
+def test_a_weight_that_changes_nothing_but_for_rounding_is_no_false_alarm():
+    bias = mj.posterior.Factorized(jnp.full(1, 0.3), jnp.ones(1))
+    params = {"w": FAMILIES[1], "bias": bias}  # the softmax does not see the bias
+    found, known = (
+        mj.linearised(lambda p, x, f=f: f(x @ p["w"] + p["bias"]))(params, jnp.ones(3))[1]
+        for f in (softmax, jax.nn.softmax)
+    )
+    assert jnp.allclose(found.variance(), known.variance(), rtol=1e-5)
