@@ -69,6 +69,13 @@ def test_of_an_activation():
         expectations.of(lambda x: jnp.where(x > 0, jnp.exp(x), 0.0))
 
 
+def test_a_function_that_is_not_finite_everywhere_has_moments_where_it_is():
+    mean, variance = jnp.array([-30.0, -7.0, 0.3, 30.0]), jnp.full(4, 1e-6)
+    found = expectations.of(lambda x: jnp.log(jnp.abs(x)))(mean, variance)
+    np.testing.assert_allclose(found.mean, jnp.log(jnp.abs(mean)), atol=1e-4)
+    np.testing.assert_allclose(found.variance, variance / mean**2, rtol=1e-2)
+
+
 SOME = ("relu6", "threshold", "identity", "gelu", "silu")
 
 
