@@ -24,6 +24,7 @@ from moment_jax.nn.prediction import (
     as_corrected,
     beside_sampled,
     compiled_pass,
+    pass_of_one,
     predicted,
     spread_factors,
 )
@@ -327,15 +328,8 @@ class Bayesian(Module):
         graph, state = nnx.split(self)  # traced: no more is known than in the pass
 
         def run(state: Any, inputs: Any) -> None:
-            model: Any = nnx.merge(graph, state)
-
-            def fn(values: Any, *inputs: Any) -> Any:
-                return model._network(values)(*inputs, **options)
-
-            axes = self.batch_axes
-            first = jax.tree.map(lambda leaf: leaf[(0,) * axes], inputs)
-            given = model.beliefs, tuple(with_batch(x, axes) for x in first)
-            steps.extend(plan(fn, *given, self.structure, self.landmarks)[1].steps.values())
+            _, found = plan(*pass_of_one(nnx.merge(graph, state), inputs, options))
+            steps.extend(found.steps.values())
 
         jax.eval_shape(run, state, inputs)
         return steps

@@ -104,16 +104,20 @@ def check_law(model: Any, inputs: Any, options: dict[str, Any]) -> None:
     known, (graph, state) = Static(options), nnx.split(model.scaled(0.0))
     found = _told(_pass, model, graph, state, inputs, known=known).mean
     what = check_mean(found, _at_means(graph, state, inputs, known=known))
-    if what is None:
-        return
+    if what is not None:
+        refuse_deviation(*pass_of_one(model.scaled(0.0), inputs, options), what)
+
+
+def pass_of_one(model: Any, inputs: Any, options: dict[str, Any]) -> tuple[Any, ...]:
+    """The pass of the first example: function, beliefs, inputs, structure and landmarks."""
 
     def fn(values: Any, *inputs: Any) -> Any:
         return model._network(values)(*inputs, **options)
 
-    axes, still = model.batch_axes, model.scaled(0.0)
+    axes = model.batch_axes
     first = jax.tree.map(lambda x: x[(0,) * axes], inputs)
-    given = still.beliefs, tuple(with_batch(x, axes) for x in first)
-    refuse_deviation(fn, *given, model.structure, model.landmarks, what)
+    given = tuple(with_batch(x, axes) for x in first)
+    return fn, model.beliefs, given, model.structure, model.landmarks
 
 
 def spread_factors(sd: Array, sampled: Array) -> Array:
