@@ -276,17 +276,14 @@ class Bayesian(Module):
     def check(self, x: Any, key: Array | None = None, samples: int = 300, **options: Any) -> Check:
         """The moments of this input beside those of sampled networks, and the price of both.
 
-        Before that the pass has to be the network where nothing is random: its mean without noise is
-        compared with the network's output.
+        Before that the pass has to be the network where nothing is random: if its mean without noise is
+        another than the network's output, a PropagationError names the first operation that is off.
 
         Args:
           x: the network's input, or a tuple of its arguments.
           key: a JAX random key; None for a fixed one.
           samples: number of networks drawn, 2 or more.
           options: the network's keyword arguments.
-
-        Raises:
-          PropagationError: if the pass without noise is not the network; names the first operation.
         """
         beside = beside_sampled(self, "check", x, key, samples, options)
         (moments, seconds), ((mean, sd), seconds_sampled) = beside

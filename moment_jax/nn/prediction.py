@@ -108,7 +108,7 @@ def check_law(model: Any, inputs: Any, options: dict[str, Any]) -> None:
         refuse_deviation(*pass_of_one(model.scaled(0.0), inputs, options), what)
 
 
-def pass_of_one(model: Any, inputs: Any, options: dict[str, Any]) -> tuple[Any, ...]:
+def pass_of_one(model: Any, inputs: Any, options: dict[str, Any]) -> Any:
     """The pass of the first example: function, beliefs, inputs, structure and landmarks."""
 
     def fn(values: Any, *inputs: Any) -> Any:
