@@ -105,7 +105,7 @@ def check_law(model: Any, inputs: Any, options: dict[str, Any]) -> None:
     found = _told(_pass, model, graph, state, inputs, known=known).mean
     what = check_mean(found, _at_means(graph, state, inputs, known=known))
     if what is not None:
-        refuse_deviation(*pass_of_one(model.scaled(0.0), inputs, options), what)
+        refuse_deviation(what, *pass_of_one(model.scaled(0.0), inputs, options))
 
 
 def pass_of_one(model: Any, inputs: Any, options: dict[str, Any]) -> Any:

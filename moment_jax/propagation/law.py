@@ -34,7 +34,7 @@ def check_mean(found: Array, plain: Array) -> str | None:
 
 
 def refuse_deviation(
-    fn: Any, params: Any, inputs: Any, structure: type[Covariance], landmarks: int | None, what: str
+    what: str, fn: Any, params: Any, inputs: Any, structure: type[Covariance], landmarks: int | None
 ) -> None:
     """Raise for a pass that is not the network, and name the first operation that is off.
 
