@@ -194,6 +194,8 @@ def _read(propagator: Propagator, weights: Node) -> Scores | tuple[Node, str]:
         fits = not (below.shifts or below.choices or any(f.random for f in below.factors))
         if not fits or not is_product(below.node):
             return below.node, f"`{below.node.op}` below the cap of its scores"
+    if (below.places < 0).any():
+        return below.node, "weights of which some have no score"
     others = [f for choice in path.choices for shift in choice.other for f in shift]
     seen = not all(_hides(choice.other) for choice in path.choices)
     if any(f.random for f in [*others, *(f for s in path.shifts for f in s if seen)]):
