@@ -1,9 +1,9 @@
 """Real clients: the Flax models of Hugging Face transformers, tiny, with random weights.
 
 A language model is read at its last token and padded on the left, as generation does; T5's encoder at
-its mean. With all tokens of a causal model read, `Separable` pools the first alone, and sds are off by
-.13 in GPT-2, Llama and GPT-Neo, .14 in OPT, .20 in Mistral; in `Full` by .02 to .05. Mistral read at a
-token of padding is off by .14.
+its mean. With all tokens of a causal model of two layers read, `Separable` pools the first alone, and
+sds are off by .13 in GPT-2, Llama and GPT-Neo, .14 in OPT, .20 in Mistral; in `Full` by .02 to .05.
+Mistral of two layers, read at a token of padding, is off by .14.
 """
 
 from __future__ import annotations
