@@ -30,30 +30,15 @@ MAY_IMPORT = {
     },
     "discrete": {"covariance", "layers"},
     "decoding": {"covariance", "objectives", "discrete"},
-    "nn": {
-        "xla",
-        "progress",
-        "covariance",
-        "expectations",
-        "posterior",
-        "layers",
-        "propagation",
-        "objectives",
-    },
+    "nn": {"xla", "covariance", "expectations", "posterior", "layers", "propagation", "objectives"},
     "brownian": {"xla", "linalg", "covariance"},
     # optim taps the inputs of Flax's layers and of those in nn, so it stands above nn.
     "optim": {"xla", "linalg", "posterior", "layers", "nn"},
     "parallel": {"covariance"},
-    "inference": {
-        "progress",
-        "covariance",
-        "posterior",
-        "propagation",
-        "objectives",
-        "nn",
-        "optim",
-    },
+    "inference": {"covariance", "posterior", "propagation", "objectives", "nn", "optim"},
 }
+MAY_IMPORT["nn"].add("progress")
+MAY_IMPORT["inference"].add("progress")
 KNOW_FLAX = {"nn", "optim", "parallel", "inference"}
 
 

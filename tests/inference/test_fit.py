@@ -101,15 +101,10 @@ def test_a_trained_network_is_brought_along_in_its_own_units(objective, likeliho
 
 
 def test_a_trained_network_without_dense_layers_is_told():
-    class Own(nnx.Module):
-        def __init__(self):
-            self.w = nnx.Param(np.array([[1e3], [0.0], [0.0]], np.float32))
-
-        def __call__(self, x):
-            return x @ self.w[...]
-
+    einsum = nnx.Einsum("ni,io->no", (3, 1), rngs=nnx.Rngs(0))  # no bias
+    einsum.kernel.set_value(np.array([[1e3], [0.0], [0.0]], np.float32))
     with pytest.warns(UserWarning, match="no dense layers that could take the units of"):
-        fit(Own(), GAUSSIAN, (X, 1e3 * X[:, 0]), max_steps=1)
+        fit(einsum, GAUSSIAN, (X, 1e3 * X[:, 0]), max_steps=1)
 
 
 @pytest.mark.parametrize("likelihood", [CATEGORICAL, mj.Bernoulli()])
@@ -205,10 +200,9 @@ def test_a_class_in_held_out_data_alone_and_inputs_of_other_types():
     np.testing.assert_allclose(many, model(np.full((1, 3), 200.0)).mean, rtol=1e-5)
 
 
-def ends_in(fn, outputs):
-    return nnx.Sequential(linear(outputs), fn)
-
-
+PROBABLE = nnx.Sequential(linear(2), jax.nn.softmax), nnx.Sequential(linear(), jax.nn.sigmoid)
+SOFTMAX = {"network": PROBABLE[0], "data": (X, LABELS), "likelihood": CATEGORICAL}
+SIGMOID = {"network": PROBABLE[1], "data": (X, LABELS), "likelihood": mj.Bernoulli()}
 OWN = {"network": mj.Bayesian(linear(), GAUSSIAN)}
 
 
@@ -244,20 +238,8 @@ OWN = {"network": mj.Bayesian(linear(), GAUSSIAN)}
             "to 0. Got .* to 1. .*class",
         ),
         ({"data": (X, 2 * LABELS), "likelihood": mj.Bernoulli()}, ValueError, "from 0 to 1. Got"),
-        (
-            {"network": ends_in(jax.nn.softmax, 2), "data": (X, LABELS), "likelihood": CATEGORICAL},
-            ValueError,
-            r"logits for Categorical.*Got probabilities, such as \[.*softmax",
-        ),
-        (
-            {
-                "network": ends_in(lambda x: 1 / (1 + jax.numpy.exp(-x)), 1),
-                "data": (X, LABELS),
-                "likelihood": mj.Bernoulli(),
-            },
-            ValueError,
-            "logits for Bernoulli.*Got probabilities",
-        ),
+        (SOFTMAX, ValueError, r"logits for Categorical.*Got probabilities, such as \[.*softmax"),
+        (SIGMOID, ValueError, "logits for Bernoulli.*Got probabilities"),
         ({"data": (X, X)}, ValueError, r"shape \(120, 1\).*Got float64 of shape \(120, 3\)"),
         ({"held_out": 1.5}, ValueError, "a share from 0"),
         ({"held_out": [X, X]}, TypeError, "inputs, targets"),
