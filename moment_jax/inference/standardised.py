@@ -81,10 +81,10 @@ def brought_along(
     def started(network: nnx.Module) -> np.ndarray:
         return outputs_of(Standardised(network, of_inputs, of_outputs), raw)
 
+    params = [path for path, _ in nnx.to_flat_state(nnx.state(network, nnx.Param))]
     with np.errstate(all="ignore"):
-        if not misfit(own) < 0.9 * min(misfit(started(network)), 1.0):
+        if not params or not misfit(own) < 0.9 * min(misfit(started(network)), 1.0):
             return network
-    params = (path for path, _ in nnx.to_flat_state(nnx.state(network, nnx.Param)))
     layers = [path[:-1] for path in params if path[-1] == "kernel"]
     for first, last in itertools.product(layers if len(known) == 1 else [()], layers):
         copy = nnx.clone(network)
@@ -101,8 +101,6 @@ def brought_along(
                 return copy
         except (KeyError, TypeError, ValueError):  # no bias, or other sizes
             continue
-    message = (
-        "found no dense layers that could take the units of this trained network: it starts anew"
-    )
+    message = "found no dense layers for the units of this trained network: it starts anew"
     warnings.warn(f"`fit` {message}. Standardise the columns yourself.", stacklevel=5)
     return network

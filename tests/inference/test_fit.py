@@ -103,7 +103,7 @@ def test_a_trained_network_is_brought_along_in_its_own_units(objective, likeliho
 def test_a_trained_network_without_dense_layers_is_told():
     einsum = nnx.Einsum("ni,io->no", (3, 1), rngs=nnx.Rngs(0))  # no bias
     einsum.kernel.set_value(np.array([[1e3], [0.0], [0.0]], np.float32))
-    with pytest.warns(UserWarning, match="no dense layers that could take the units of"):
+    with pytest.warns(UserWarning, match="no dense layers for the units of"):
         fit(einsum, GAUSSIAN, (X, 1e3 * X[:, 0]), max_steps=1)
 
 
