@@ -73,7 +73,7 @@ def as_it_is(cross: Any) -> Any:
     return cross
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Base:
     """A random sequence (T, D): planned by its shape, computed when its numbers are asked for."""
 
@@ -101,7 +101,7 @@ class Base:
         return Sequence(self, order, tokens, features)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Moments(View):
     """A random sequence (T, D) viewed as an array of any shape.
 
@@ -146,7 +146,7 @@ class Moments(View):
         return self.known[tokens, features]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Sequence:
     """A random array as tokens by features, and the axes along which these lie."""
 

@@ -26,7 +26,7 @@ from moment_jax.propagation.scores import Rows, Scores, product, read
 from moment_jax.propagation.weights import Weight, overlap, select
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Core(arrays.View):
     """Attention without its output projection: (T, H K), with heads outermost in the features."""
 

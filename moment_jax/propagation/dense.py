@@ -22,7 +22,7 @@ from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.weights import Weight, rescaled, select
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Projection(arrays.View):
     """A view of a dense layer of a sequence."""
 

@@ -25,7 +25,7 @@ Value = Any  # an array, a `Weight`, or a `Node`
 _count = itertools.count()
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Node:
     """An operation with a random operand; its moments are computed on demand."""
 
@@ -48,6 +48,9 @@ class Node:
         own = [isinstance(x, Weight) for x in self.operands]
         pairs = itertools.combinations(zip(found, own, strict=True), 2)
         self.tied = any((a or b) and overlap(x, y) for (x, a), (y, b) in pairs)
+
+    def __repr__(self) -> str:
+        return f"Node({self.op} {self.shape})"
 
     @property
     def op(self) -> str:

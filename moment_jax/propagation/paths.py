@@ -14,7 +14,7 @@ from moment_jax.propagation.propagator import Propagator
 from moment_jax.propagation.weights import Weight
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Entries(arrays.View):
     """For each attention weight, the entry of an array that acts on its score."""
 
@@ -61,7 +61,7 @@ class Choice(NamedTuple):
     other: tuple[Factors, ...]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Path:
     """A way down from an array: each entry is factors * an entry of `node` + shifts, or a choice."""
 

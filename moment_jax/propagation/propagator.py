@@ -26,7 +26,7 @@ from moment_jax.xla import materialized_inputs
 Rule = Callable[[Any, Node], Moments | None]
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Propagator:
     """Plans how the moments of a graph's nodes are computed, from shapes alone; then computes them.
 

@@ -43,7 +43,7 @@ class Rows(NamedTuple):
     lost: Any = None  # rows without a defined weight
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Scores:
     """Attention weights as a function of the product that has their scores."""
 

@@ -27,7 +27,7 @@ from moment_jax.propagation.derivatives import check_derivatives
 from moment_jax.propagation.errors import explain_call
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Weight(arrays.View):
     """A view of a belief's weights."""
 
