@@ -17,7 +17,7 @@ from moment_jax.nn.inputs import arguments, check_inputs, check_key, with_batch
 from moment_jax.nn.modules import as_nnx
 from moment_jax.nn.static import Static
 from moment_jax.progress import compiling
-from moment_jax.propagation.law import check_mean, refuse_deviation
+from moment_jax.propagation.law import check_mean, refuse_deviation, rounding
 from moment_jax.propagation.propagator import is_random_input
 from moment_jax.xla import inlined
 
@@ -103,9 +103,11 @@ def check_law(model: Any, inputs: Any, options: dict[str, Any]) -> None:
         return
     known, (graph, state) = Static(options), nnx.split(model.scaled(0.0))
     found = _told(_pass, model, graph, state, inputs, known=known).mean
-    what = check_mean(found, _at_means(graph, state, inputs, known=known))
+    plain = partial(_at_means, graph, known=known)
+    unit = rounding(jax.make_jaxpr(plain)(state, inputs))
+    what = check_mean(found, plain(state, inputs), unit)
     if what is not None:
-        refuse_deviation(what, *pass_of_one(model.scaled(0.0), inputs, options))
+        refuse_deviation(what, unit, *pass_of_one(model.scaled(0.0), inputs, options))
 
 
 def pass_of_one(model: Any, inputs: Any, options: dict[str, Any]) -> Any:

@@ -157,8 +157,12 @@ def _moments(
     assumed = "input and weights independent"
     if not own and isinstance(query.source, Node):
         assumed += "; x and memory too"
-        if overlap(weights_in(query.source), weights_in(key.source)):
-            assumed += ", though they share weights"
+        tables = [*_tables(query.source), *_tables(key.source)]
+        both = [w for w in weights_in(query.source) if not _in(w, tables)]
+        if overlap(both, weights_in(key.source)):
+            assumed += ", though x has attended to it before"
+        elif overlap(weights_in(query.source), weights_in(key.source)):
+            assumed += ", though both are looked up in one table"
         for part in (key, value):
             part.product.apart |= {
                 i for i, y in enumerate(part.product.operands) if isinstance(y, Node)
@@ -294,7 +298,7 @@ def _each_used_once(nodes: tuple[Node, ...], parts: list[Any]) -> bool:
     # it and the memory are looked up.
     query = [] if starts[0] is None else regions.weights_of(starts[0], [])
     tables = [w for start in starts if start is not None for w in _tables(start)]
-    query = [w for w in query if not any(w.origin is table.origin for table in tables)]
+    query = [w for w in query if not _in(w, tables)]
     for i, j in itertools.combinations(range(3), 2):
         a, b = parts[i], parts[j]
         width = a.layer.kernel.shape[1]
@@ -307,6 +311,10 @@ def _each_used_once(nodes: tuple[Node, ...], parts: list[Any]) -> bool:
         if not a.x.same(b.x) and overlap(query if i == 0 else before[i], before[j]):
             return False
     return True
+
+
+def _in(weight: Weight, tables: list[Weight]) -> bool:
+    return any(weight.origin is table.origin for table in tables)
 
 
 def _tables(node: Node) -> list[Weight]:

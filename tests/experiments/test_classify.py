@@ -93,6 +93,7 @@ def tiny(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.filterwarnings("ignore:.*(the edge of the range|chose the factor):UserWarning")
+@pytest.mark.filterwarnings("ignore:.*choose a factor roughly:UserWarning")
 def test_the_comparison(tmp_path):
     assert main(["classify", "--out", str(tmp_path), *COUNTS]) == 0
     methods = json.loads((tmp_path / "metrics.json").read_text())["methods"]
