@@ -174,7 +174,7 @@ def shardings(module: nnx.Module, mesh: Mesh, *, fsdp: bool = True) -> dict[Path
     """The sharding of every variable of a module or an optimizer, by path; see `partition_spec`."""
     sizes, found = dict(mesh.shape), dict[Path, NamedSharding]()
     for path, variable in nnx.to_flat_state(nnx.state(module)):
-        value = variable[...]
+        value = variable.get_value()
         if isinstance(value, jax.Array) and not jax.dtypes.issubdtype(
             value.dtype, jax.dtypes.prng_key
         ):

@@ -70,7 +70,7 @@ SCORES = {  # what is done to the scores, and the certain array that it needs
     "random slopes, a mask": (
         lambda p, z, c: jnp.where(c[None], z - p["slopes"][:, None, None] * AWAY, -1e9), CAUSAL,
     ),
-    "a random temperature": (lambda p, z, c: z * heads_first(jnp.exp(p["slopes"])), None),
+    "a random temperature": (lambda p, z, c: z / 2 * heads_first(jnp.exp(p["slopes"])), None),
     "log softmax": (lambda p, z, c: jax.nn.log_softmax(z / 2), None),
 }  # fmt: skip
 SOFTMAXES = {
