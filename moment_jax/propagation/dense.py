@@ -375,7 +375,7 @@ def rotated(propagator: Propagator, node: Node, inner: Reader) -> Projection | N
 
 def _paths(path: Path, source: Node) -> list[Path] | None:
     """All paths to an array; None if an operation has no place on one."""
-    if path.node is source:
+    if path.node is source or (path.places < 0).all():  # or without a part
         return [path]
     found = [_paths(below, source) for below in path.steps()]
     if not found or None in found or path.shifts:

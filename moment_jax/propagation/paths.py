@@ -130,8 +130,7 @@ class Path:
 
     def _to(self, node: Node, shown: Places) -> "Path":
         """The path to another array, of which this one shows these entries."""
-        places = np.where(self.places < 0, -1, shown.ravel()[self.places])
-        return replace(self, node=node, places=places)
+        return replace(self, node=node, places=np.append(shown.ravel(), -1)[self.places])
 
     def certain(self, x: Any) -> Entries:
         """The entries of a certain array, or of a number."""
