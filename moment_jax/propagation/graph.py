@@ -229,9 +229,8 @@ class Recorder:
 
     def _weights(self, eqn: Any, operands: list[Value]) -> list[Value] | None:
         """The results as views or multiples of a single belief, or None."""
-        random = [x for x in operands if is_random(x)]
-        weight = random[0]
-        if len(random) > 1 or not isinstance(weight, Weight):
+        weight, *others = (x for x in operands if is_random(x))
+        if others or not isinstance(weight, Weight):
             return None
         name = eqn.primitive.name
         seen = primitives.moved(eqn, weight.places, operands[1:]) if weight is operands[0] else None
