@@ -1,6 +1,7 @@
 """Ordinary Flax networks, and beliefs about the weights of any: see `mj.Bayesian`."""
 
 from moment_jax.nn.belief import Belief, PriorScale, VariationalMean, VariationalScale
+from moment_jax.nn.check import Check
 from moment_jax.nn.mixture import Mixture
 from moment_jax.nn.networks import (
     MLP,
@@ -14,7 +15,6 @@ from moment_jax.nn.networks import (
     Transformer,
     VisionTransformer,
 )
-from moment_jax.nn.prediction import Check
 
 __all__ = [
     "MLP", "Belief", "Check", "Decoder", "DecoderBlock", "Encoder", "EncoderBlock",

@@ -7,7 +7,6 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen, nnx
 from jax import Array
 
@@ -17,19 +16,14 @@ from moment_jax.covariance.fields import known_values
 from moment_jax.covariance.token_gram import num_landmarks
 from moment_jax.nn import likelihood as likelihoods
 from moment_jax.nn.belief import Belief, Path, begun, joined, placed
+from moment_jax.nn.check import Check, checked, spread_factors
 from moment_jax.nn.inputs import arguments, check_inputs, check_key, explain_batch, with_batch
+from moment_jax.nn.law import as_function
 from moment_jax.nn.modules import Module, as_given, as_nnx, inference_output, is_floating
-from moment_jax.nn.prediction import (
-    Check,
-    as_corrected,
-    beside_sampled,
-    compiled_pass,
-    pass_of_one,
-    predicted,
-    spread_factors,
-)
+from moment_jax.nn.prediction import as_corrected, compiled_pass, predicted
 from moment_jax.nn.static import Static
 from moment_jax.posterior import Factorized, Posterior, sample_params
+from moment_jax.posterior.base import mean_params
 from moment_jax.propagation import linearised as linearise
 from moment_jax.propagation import propagate
 from moment_jax.propagation.errors import Steps
@@ -76,6 +70,10 @@ class Bayesian(Module):
         dict or a dataclass, such as `lambda out: out.logits`. Networks at the means and sampled ones
         return all that yours does. A model with a lambda cannot be pickled; one with a function of a
         module can.
+      verify: hold the first call of every compiled program to the network: without noise, on up to 8
+        examples, its mean has to be the network's output, or a `PropagationError` names the first
+        operation that is off. That is one more pass and one plain forward. In your own `jit` nothing can
+        be raised: call `model.check(x)` once before.
 
     Raises:
       TypeError, ValueError: if the network has no parameters or is in training mode, the filter selects
@@ -107,8 +105,10 @@ class Bayesian(Module):
         linearised: bool = False,
         batch_axes: int = 1,
         output: Callable[[Any], Any] | None = None,
+        verify: bool = True,
     ) -> None:
         self._set_options(structure, landmarks, linearised)
+        self.verify = verify
         self.batch_axes = batch_axes
         self.kind, self.noise = likelihoods.stored(likelihood)
         self._output = Static(output)
@@ -179,7 +179,7 @@ class Bayesian(Module):
 
     def at_means(self) -> Any:
         """The plain network at the means, of the class that came in."""
-        return as_given(self._network(_at_means(self.beliefs)))
+        return as_given(self._network(mean_params(self.beliefs)))
 
     def sample(self, key: Array) -> Any:
         """The plain network of one draw of the weights, of the class that came in."""
@@ -274,10 +274,11 @@ class Bayesian(Module):
         return self.predict(*arguments(x), batch_size=batch_size, **options).log_prob(y)
 
     def check(self, x: Any, key: Array | None = None, samples: int = 300, **options: Any) -> Check:
-        """The moments of this input beside those of sampled networks, and the price of both.
+        """Whether the pass is right on this input, and its price beside that of sampled networks.
 
-        Before that the pass has to be the network where nothing is random: if its mean without noise is
-        another than the network's output, a PropagationError names the first operation that is off.
+        Three comparisons: without noise the pass has to be the network, or a PropagationError names the
+        first operation that is off; at a tenth of the noise its sd is that of the network linearised in
+        its weights, which tells a wrong rule from a posterior that is wide; and sampled networks.
 
         Args:
           x: the network's input, or a tuple of its arguments.
@@ -285,15 +286,7 @@ class Bayesian(Module):
           samples: number of networks drawn, 2 or more.
           options: the network's keyword arguments.
         """
-        beside = beside_sampled(self, "check", x, key, samples, options)
-        (moments, seconds), ((mean, sd), seconds_sampled) = beside
-        known = np.asarray(sd) != 0  # NaN too, which is told
-        ratio = np.asarray(moments.sd / sd)[known]
-        shift = np.asarray(jnp.abs(moments.mean - mean) / sd)[known]
-        return Check(
-            float(ratio.mean()), float(np.abs(ratio - 1).mean()), float(shift.mean()),
-            (2 * (samples - 1)) ** -0.5, seconds, seconds_sampled,
-        )  # fmt: skip
+        return checked(self, x, key, samples, options)
 
     def corrected(
         self, x: Any, key: Array | None = None, samples: int = 32, **options: Any
@@ -305,11 +298,8 @@ class Bayesian(Module):
         that. They hold for these beliefs: `scaled` and `replace` forget them, and a gradient by the
         beliefs raises, so correct after training. Arguments are those of `check`.
         """
-        beside = beside_sampled(self, "corrected", x, key, samples, options)
-        (moments, _), ((_, sd), _) = beside
+        found, before = spread_factors(self, x, key, samples, options), self.spread.get_value()
         copy = nnx.clone(self)
-        sds = (x[..., None] if x.ndim == self.batch_axes else x for x in (moments.sd, sd))
-        found, before = spread_factors(*sds), self.spread.get_value()
         copy.spread = nnx.Variable(found if before is None else found * before)
         return copy
 
@@ -325,7 +315,11 @@ class Bayesian(Module):
         graph, state = nnx.split(self)  # traced: no more is known than in the pass
 
         def run(state: Any, inputs: Any) -> None:
-            _, found = plan(*pass_of_one(nnx.merge(graph, state), inputs, options))
+            model = nnx.merge(graph, state)
+            first = jax.tree.map(lambda x: x[(0,) * self.batch_axes], inputs)
+            one = tuple(with_batch(x, self.batch_axes) for x in first)
+            fn = as_function(model, options)
+            _, found = plan(fn, model.beliefs, one, self.structure, self.landmarks)
             steps.extend(found.steps.values())
 
         jax.eval_shape(run, state, inputs)
@@ -407,7 +401,7 @@ class Bayesian(Module):
                 one = jax.vmap(one, (None, 0))
             mean, cov = with_automatic_axes(lambda both: one(*both), (beliefs, inputs), axes)
         except Exception as error:
-            known = _at_means(beliefs)
+            known = mean_params(beliefs)
             explain_batch(lambda x: fn(known, *x), means, options, axes, error)
             raise
         lead = means[0].shape[:axes] if means else ()
@@ -417,7 +411,7 @@ class Bayesian(Module):
         """The shape of one example's output; raises for a network in training mode."""
         axes = self.batch_axes
         ones = tuple(jax.ShapeDtypeStruct((1,) * axes + x.shape[axes:], x.dtype) for x in inputs)
-        network = self._network(_at_means(self.beliefs))
+        network = self._network(mean_params(self.beliefs))
         # `propagate` says itself where random numbers are drawn.
         found = inference_output("mj.Bayesian", network, ones, options, keys=self.linearised)
         if found.shape[:axes] != (1,) * axes:
@@ -439,12 +433,3 @@ class Bayesian(Module):
 @inlined
 def _kl(pairs: list[tuple[Posterior, Any]]) -> Array:
     return sum((posterior.kl(prior) for posterior, prior in pairs), jnp.zeros(()))
-
-
-def _at_means(beliefs: Any) -> Any:
-    """Arrays in place of the beliefs."""
-
-    def is_belief(leaf: Any) -> bool:
-        return isinstance(leaf, Posterior)
-
-    return jax.tree.map(lambda x: x.mean if is_belief(x) else x, beliefs, is_leaf=is_belief)

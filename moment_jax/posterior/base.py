@@ -230,6 +230,15 @@ def kernel_shape(shape: tuple[int, ...], outputs: tuple[int, ...]) -> tuple[int,
     return (*stack, *next((cut for cut in cuts if cut[1:] == outputs[-1:]), cuts[-1]))
 
 
+def mean_params(params: Any) -> Any:
+    """The same pytree with the mean of every belief in its place."""
+
+    def is_belief(leaf: Any) -> bool:
+        return isinstance(leaf, Posterior)
+
+    return jax.tree.map(lambda x: x.mean if is_belief(x) else x, params, is_leaf=is_belief)
+
+
 def sample_params(params: Any, key: Array) -> Any:
     """One draw of the weights: the same pytree, with an array in place of every belief.
 

@@ -15,6 +15,7 @@ from jax import Array
 from moment_jax.covariance import STRUCTURES, Covariance, Separable
 from moment_jax.covariance.token_gram import pool_read, pool_seen
 from moment_jax.posterior import Factorized, Posterior
+from moment_jax.posterior.base import mean_params
 from moment_jax.propagation import arrays, errors, graph, primitives
 from moment_jax.propagation.arrays import Axes, Base, Moments, Places, Same, Sequence
 from moment_jax.propagation.errors import LINEARISE, PropagationError, Step, Steps, shapes
@@ -344,7 +345,7 @@ def plan(
     def is_belief(leaf: Any) -> bool:
         return isinstance(leaf, Posterior)
 
-    at = jax.tree.map(lambda x: x.mean if is_belief(x) else x, params, is_leaf=is_belief)
+    at = mean_params(params)
     means = jax.tree.map(
         lambda x: x[0] if is_random_input(x) else x, inputs, is_leaf=is_random_input
     )

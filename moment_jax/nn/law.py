@@ -1,0 +1,127 @@
+"""The first law on the user's data: the first call of every program is held to the plain network."""
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from moment_jax.nn.inputs import with_batch
+from moment_jax.nn.static import Static
+from moment_jax.posterior.base import mean_params
+from moment_jax.propagation import law
+from moment_jax.propagation.propagator import is_random_input
+
+EXAMPLES = 8  # on which the plain network runs
+
+_held: set[Any] = set()  # programs that were held to the law, and their networks
+
+
+def hold(
+    model: Any, graph: Any, state: Any, inputs: Any, known: Static, mean: Callable[[Any], Any],
+    *, always: bool = False,
+) -> None:  # fmt: skip
+    """Raise a PropagationError if a program's mean without noise is not the network; once a program.
+
+    `mean` is the compiled program, a function of the model's state that returns the mean of the pass;
+    `known` are its options. With `always` also of a program that was held before.
+    """
+    shapes = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves((state, inputs)))
+    program = graph, known, jax.tree.structure(inputs), shapes
+    if (program in _held and not always) or not _holds(model, inputs):
+        return
+    axes, certain = model.batch_axes, without_noise(model)
+    _, state = nnx.split(certain)
+    given = jax.tree.map(lambda x: x[:EXAMPLES] if axes else x, inputs)
+    plain = partial(_at_means, graph, known=known)
+    output = plain(state, given)
+    if np.isnan(output).any():
+        _refuse_nan(certain)
+
+    def own() -> float:
+        unit = law.rounding(jax.make_jaxpr(plain)(state, given))
+        return law.deviation(plain(*law.rounded((state, given), unit)), output)
+
+    def culprit(bound: float) -> str:
+        alone = plain(state, jax.tree.map(lambda x: x[:1] if axes else x, given))
+        if law.deviation(alone, output[: len(alone)]) > bound:
+            return (
+                " The network gives an example another output beside others than alone, but `Bayesian` "
+                "takes the examples of a batch as independent."
+            )
+        first = jax.tree.map(lambda x: x[(0,) * axes], inputs)
+        one = tuple(with_batch(x, axes) for x in first)
+        fn = as_function(certain, known.value)
+        return law.first_off(bound, fn, certain.beliefs, one, model.structure, model.landmarks)
+
+    found = mean(state)
+    law.hold_to_network(found[: len(output)] if axes else found, output, own, culprit)
+    _held.update((program, _network(model)))
+
+
+def note_unheld(model: Any) -> None:
+    """Say once that a model is compiled into a user's program whose pass was never held to the law."""
+    if _holds(model, ()) and _network(model) not in _held:
+        _held.add(_network(model))
+        logging.getLogger("moment_jax").warning(
+            f"moment_jax: the pass of {model.name} ({model.structure.__name__}) has not been compared "
+            "with the network yet. Call model.check(x), or model(x), once outside of jit."
+        )
+
+
+def is_held(model: Any) -> bool:
+    """Whether a pass of this network in this structure was held to the law."""
+    return _network(model) in _held
+
+
+def without_noise(model: Any) -> Any:
+    """A copy with standard deviations of zero, for the same programs: nothing compiles."""
+    copy = nnx.clone(model)
+    for belief in copy.owned.values():
+        for name in {"scale", "entries"} & set(belief.raw):
+            raw = belief.raw[name].get_value()
+            value = np.full(raw.shape, -np.inf, raw.dtype)
+            if name == "entries":
+                value = np.where(np.eye(len(value), dtype=bool), value, np.zeros_like(value))
+            belief.raw[name].set_value(law.placed_as(value, raw))
+    return copy
+
+
+def as_function(model: Any, options: dict[str, Any]) -> Callable[..., Any]:
+    """The network as a function of its weights' values and its inputs, to be propagated."""
+
+    def fn(values: Any, *inputs: Any) -> Any:
+        return model._network(values)(*inputs, **options)
+
+    return fn
+
+
+def _holds(model: Any, inputs: Any) -> bool:
+    """Whether there is anything to hold: a linearised mean is the network's, a random input's is not."""
+    random = model.owned and not any(map(is_random_input, inputs))
+    return bool(random and model.verify and not model.linearised)
+
+
+def _network(model: Any) -> Any:
+    return model.graph, model.structure
+
+
+def _refuse_nan(model: Any) -> None:
+    """Raise if it is the weights that make the output NaN."""
+    for path, x in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        if np.isnan(x[...]).any():
+            raise ValueError(
+                "A Bayesian model needs finite weights. Got NaN in "
+                f"{'/'.join(map(str, path))}, and so in the network's output."
+            )
+
+
+@partial(jax.jit, static_argnums=0, static_argnames="known")
+def _at_means(graph: Any, state: Any, inputs: Any, *, known: Static) -> Array:
+    model: Any = nnx.merge(graph, state)
+    return jnp.asarray(as_function(model, known.value)(mean_params(model.beliefs), *inputs))
