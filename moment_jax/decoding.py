@@ -113,6 +113,8 @@ def _decode(
             f"and {length}. For several prompts, use jax.vmap."
         )
     whole = jnp.pad(prompt.astype(jnp.int32), (0, length))
+    if getattr(model, "verify", False):
+        _moments(model, whole[:-1])  # held to its network, which cannot be done inside the loop
 
     def advance(carry: tuple[Array, Array], position: Array) -> tuple[Any, Any]:
         whole, finished = carry

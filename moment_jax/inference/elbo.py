@@ -102,8 +102,11 @@ def by_elbo(
         if isinstance(model.noise, likelihoods.LogNoise) and of_targets:
             model.noise.set_value(jnp.asarray(2 * np.log(of_targets[1])))
 
+    batch = _batch_size(len(targets), shape[-1])
+    if model.verify:  # before a step is made, by the program that predicts held-out data
+        model.predict(*(inputs if held is None else held[0]), batch_size=batch)
+
     warm_up, size = min(round(WARM_UP / learning_rate), max_steps // 2), len(targets)
-    batch = _batch_size(size, shape[-1])
     batches = _shuffled((inputs, targets), seed, batch)
 
     def chunk(first: int) -> Any:

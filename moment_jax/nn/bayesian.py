@@ -323,6 +323,10 @@ class Bayesian(Module):
             steps.extend(found.steps.values())
 
         jax.eval_shape(run, state, inputs)
+        known = (
+            "is the network" if is_held(self) else "was not compared with it yet: model.check(x)"
+        )
+        steps.law = f"Without noise the pass {known}."
         return steps
 
     def __repr__(self) -> str:

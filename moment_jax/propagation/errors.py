@@ -120,13 +120,16 @@ class Step(NamedTuple):
 
 
 class Steps(list[Step]):
-    """The operations of one pass; prints as a table."""
+    """The operations of one pass; prints as a table, and under it what is known of the whole."""
+
+    law: str = ""
 
     def __str__(self) -> str:
         rows = [("rule", "shape", "assumes", "where")]
         rows += [(x.rule, "x".join(map(str, x.shape)), x.assumes, x.where) for x in self]
         wide = [max(len(row[i]) for row in rows) for i in range(3)]
-        return "\n".join(
+        table = [
             "  ".join((*(x.ljust(n) for x, n in zip(row, wide, strict=False)), row[3])).rstrip()
             for row in rows
-        )
+        ]
+        return "\n".join([*table, self.law] if self.law else table)

@@ -74,3 +74,91 @@ def test_a_wrong_rule_is_named_by_its_first_operation(module, rule, line, monkey
     number = int(str(error.value).split("test_law.py:")[1].split()[0])
     with open(__file__) as file:
         assert line in file.read().splitlines()[number - 1]
+
+
+def network():
+    rngs = nnx.Rngs(0)
+    return nnx.Sequential(nnx.Linear(3, 4, rngs=rngs), jnp.tanh, nnx.Linear(4, 2, rngs=rngs))
+
+
+ROWS = jax.random.normal(jax.random.key(1), (120, 3), jnp.float32)
+LABELS = jnp.arange(120) % 2
+DOORS = {
+    "call": lambda **options: mj.Bayesian(network(), **options)(ROWS),
+    "predict": lambda **options: mj.Bayesian(network(), mj.Categorical(), **options).predict(ROWS),
+    "log_prob": lambda **options: mj.Bayesian(network(), mj.Categorical(), **options).log_prob(
+        ROWS, LABELS
+    ),
+    "corrected": lambda **options: mj.Bayesian(network(), **options).corrected(ROWS),
+    "fit": lambda **options: mj.fit(
+        mj.Bayesian(network(), mj.Categorical(), **options), mj.Categorical(), (ROWS, LABELS),
+        max_steps=1, held_out=0.0,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def wrong_tanh(monkeypatch):
+    """A rule for tanh that is 1 % off."""
+    found = elementwise.recognised
+
+    def bent(*args):
+        name, transform, assumes = found(*args)
+        return (
+            name,
+            lambda m, v: transform(m, v)._replace(mean=1.01 * transform(m, v).mean),
+            assumes,
+        )
+
+    monkeypatch.setattr(elementwise, "recognised", bent)
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_the_first_call_of_every_door_is_held_to_the_network(door, wrong_tanh):
+    for _ in range(2):  # a wrong pass is no better at its second call
+        with pytest.raises(mj.PropagationError, match="without noise is the network"):
+            DOORS[door](structure=mj.Diagonal)
+
+
+def test_a_model_may_ask_not_to_be_verified(wrong_tanh):
+    assert jnp.isfinite(DOORS["call"](structure=mj.Diagonal, verify=False).mean).all()
+
+
+def test_a_pass_in_ones_own_jit_says_once_that_it_was_not_compared(caplog):
+    model = mj.Bayesian(network(), structure=mj.Full)
+    other = mj.Bayesian(nnx.Linear(3, 5, rngs=nnx.Rngs(0)), structure=mj.Full)
+    model(ROWS)
+    for _ in range(2):
+        for each in (model, other):
+            jax.jit(lambda x, each=each: each(x).mean)(ROWS)
+    assert [record.message.count("model.check(x)") for record in caplog.records] == [1]
+
+
+class Weighted(nnx.Module):
+    def __init__(self, value):
+        self.kernel = nnx.Param(jnp.full((3, 2), value))
+
+    def __call__(self, x):
+        return (x - x.mean(axis=0, keepdims=True)) @ self.kernel
+
+
+def test_nan_in_weights_and_examples_that_meet_are_named():
+    with pytest.raises(ValueError, match="Got NaN in .*kernel"):
+        mj.Bayesian(Weighted(jnp.nan))(ROWS)
+    with pytest.raises(mj.PropagationError, match="beside others than alone"):
+        mj.Bayesian(Weighted(1.0))(ROWS)
+
+
+def test_a_check_tells_a_wide_posterior_from_what_a_structure_leaves_out():
+    narrow, wide = (
+        mj.Bayesian(network(), structure=mj.Full, relative_scale=scale).check(ROWS, samples=500)
+        for scale in (0.05, 1.0)
+    )
+    assert narrow.linear_error < 0.02 and abs(narrow.nonlinearity) < 0.05
+    assert wide.linear_error < 0.05 and abs(wide.nonlinearity) > 0.1
+    assert "nonlinearity" in wide.verdict and "nonlinearity" not in narrow.verdict
+    assert len(repr(wide).splitlines()) == 5
+    tokens = nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), lambda x: x.mean(axis=1))
+    loose = mj.Bayesian(tokens, structure=mj.Diagonal).check(jnp.ones((2, 8, 3)), samples=50)
+    assert loose.linear_error > 0.5 and "structure" in loose.verdict
