@@ -40,7 +40,7 @@ def norm(
         q = q + e * size / d
     r = jax.lax.rsqrt(q)
     n = mean * r
-    nCP = n @ C
+    nC = nCP = n @ C
     if centres:
         nCP = nCP - jnp.mean(nCP, axis=1, keepdims=True)
     nCn = jnp.sum(n * nCP, axis=1, keepdims=True) / d
@@ -71,7 +71,8 @@ def norm(
         F = cross.features
         shares = cross.shares()[:, None] * r
         FP = F - jnp.mean(F, axis=1, keepdims=True) if centres else F
-        along = (shares * (n @ F.T)).T @ n / d
+        nF = nC if F is C else n @ F.T  # of the input with itself: the product above
+        along = (shares * nF).T @ n / d
         after = safe_divide(jnp.sum(shares) * FP - along, jnp.sum(shares * left))
         return SeparableCross(tg.right_scale(cross.tokens, r * left), after, cross.pools)
 
