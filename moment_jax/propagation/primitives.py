@@ -52,22 +52,17 @@ _REARRANGED: dict[str, Callable[..., Any]] = {
     "squeeze": lambda x, dimensions, **_: x.squeeze(tuple(dimensions)),
     "transpose": lambda x, permutation, **_: x.transpose(permutation),
 }
+_UFUNCS: dict[str, Callable[..., Any]] = {
+    "add": np.add, "div": np.divide, "exp": np.exp, "log": np.log, "max": np.maximum,
+    "mul": np.multiply, "neg": np.negative, "sqrt": np.sqrt, "square": np.square, "sub": np.subtract,
+}  # fmt: skip
 _COMPUTED: dict[str, Callable[..., Any]] = {
-    "add": lambda x, y, **_: x + y,
-    "div": lambda x, y, **_: x / y,
-    "exp": lambda x, **_: np.exp(x),
+    **{name: lambda *x, of=of, **_: of(*x) for name, of in _UFUNCS.items()},
     "integer_pow": lambda x, y, **_: x**y,
-    "log": lambda x, **_: np.log(x),
-    "max": lambda x, y, **_: np.maximum(x, y),
-    "mul": lambda x, y, **_: x * y,
-    "neg": lambda x, **_: -x,
     "reduce_max": lambda x, axes, **_: x.max(tuple(axes)),
     "reduce_sum": lambda x, axes, **_: x.sum(tuple(axes)),
     "rsqrt": lambda x, **_: 1 / np.sqrt(x),
-    "sqrt": lambda x, **_: np.sqrt(x),
-    "square": lambda x, **_: x * x,
     "stop_gradient": lambda x, **_: x,
-    "sub": lambda x, y, **_: x - y,
 }
 
 
