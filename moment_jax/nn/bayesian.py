@@ -18,7 +18,7 @@ from moment_jax.nn import likelihood as likelihoods
 from moment_jax.nn.belief import Belief, Path, begun, joined, placed
 from moment_jax.nn.check import Check, checked, spread_factors
 from moment_jax.nn.inputs import arguments, check_inputs, check_key, explain_batch, with_batch
-from moment_jax.nn.law import as_function
+from moment_jax.nn.law import as_function, is_held
 from moment_jax.nn.modules import Module, as_given, as_nnx, inference_output, is_floating
 from moment_jax.nn.prediction import as_corrected, compiled_pass, predicted
 from moment_jax.nn.static import Static

@@ -219,7 +219,8 @@ def test_a_model_is_checked_and_explained():
     assert abs(found.sd_ratio - 1) < 0.1
     assert found.mean_error < 0.3
     table = str(model.explain(X)).splitlines()
-    assert len(table) == len(model.explain(X)) + 2 and "is the network" in table[-1]
+    assert len(table) == len(model.explain(X)) + 2
+    assert "is the network" in table[-1]
     assert "test_bayesian.py" in table[1]
     copy = model.replace(structure=mj.Diagonal)
     copy.owned["hidden", "bias"].mean.set_value(jnp.ones(8))
