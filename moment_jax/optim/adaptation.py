@@ -18,8 +18,9 @@ Schedule = Callable[[Array], Any]
 DAMPINGS = 1e-8, 1e4  # between which it adapts
 BOUNDS = 1e-9, 1.0  # likewise
 SLACK = 3.0  # the bound of a trust region falls no faster than 1 / steps, up to this factor
+SETTLING = 25  # steps after which its rate falls
 DEVIATIONS = 6.0  # a step is taken back if the loss is this many deviations above its average
-SHARE = 0.1  # of the newest loss in that average
+SHARE = 0.1  # of the newest loss in that average, and of the newest slope in a trust region's
 MOMENTA = optax.EmaState | optax.TraceState
 
 
@@ -93,11 +94,12 @@ class TrustRegionState(NamedTuple):
     bound: Array  # on 1/2 x^T (F + damping) x of the last direction
     least: Array  # slopes do not take the bound below this
     clip: Array  # factor by which the bound scaled the last direction
+    square: Array  # running average of the squared slope
 
 
 def trust_region(
     inner: GradientTransformationExtraArgs, bound: Number | Schedule | None = None, *,
-    initial: float = 1e-4, rate: float = 0.5, aim: float = 0.02,
+    initial: float = 1e-4, rate: float = 0.3, aim: float = 0.2,
 ) -> GradientTransformationExtraArgs:  # fmt: skip
     """A bound of the step's KL divergence that grows while steps are too short, and else shrinks.
 
@@ -105,9 +107,11 @@ def trust_region(
     number, a schedule, or None for a bound that adapts from `initial` on (small, since an average of few
     batches is poor curvature). After a step s the new gradient shows how the loss changes along it:
     c = <grad, s> over the norms of both in F + damping. It is -1 if the step was far too short, 0 if it
-    ended at a minimum, 1 if it was far too long. With d = c - aim the bound is multiplied by
-    exp(-rate d), or by exp(-2 rate d) where d > 0; to aim slightly past the minimum suits later losses
-    better. A step taken back quarters it.
+    ended at a minimum, 1 if it was far too long. Noise in the gradient makes |c| small, .01 for a small
+    language model, so that c counts in units of its running root mean square, r: with d = c / r - aim
+    the bound is multiplied by exp(-rate d), or by exp(-2 rate d) where d > 0, with a rate that falls as
+    1 / sqrt(1 + steps / 25). An aim slightly past the minimum suits later losses better; noise alone,
+    c / r ~ N(0, 1), still lets the bound shrink. A step taken back quarters it.
 
     The gradient is of another batch, so noise that the step followed does not count in its favour. It
     counts against it: n batches drawn without replacement are anticorrelated by 1 / (n - 1), so near
@@ -119,16 +123,21 @@ def trust_region(
 
     def init(params: optax.Params) -> TrustRegionState:
         first = current(initial if bound is None else bound, jnp.int32(0))
-        least, clip = jnp.float32(0), jnp.float32(1)
-        return TrustRegionState(inner.init(params), jnp.int32(0), first, least, clip)
+        least, clip, square = jnp.float32(0), jnp.float32(1), jnp.float32(0)
+        return TrustRegionState(inner.init(params), jnp.int32(0), first, least, clip, square)
 
     def update(updates: Any, state: TrustRegionState, params: Any = None, **extra: Any) -> Any:
         updates, inner_state = inner.update(updates, state.inner_state, params, **extra)
-        last = optax.tree.get(inner_state, "last")
+        last, square = optax.tree.get(inner_state, "last"), state.square
         if bound is None:
             back, slope = _taken_back("trust_region", extra), last.scaled(last.slope)
+            # Of the slopes that there are: the first gradient has no step before it.
+            share = jnp.maximum(SHARE, 1 / jnp.maximum(state.steps, 1)) * (state.steps > 0)
+            square += share * (slope**2 - square)
+            slope /= jnp.sqrt(jnp.where(square > 0, square, 1))
             # A bound that was not active cannot have been too small.
             past = jnp.where(state.clip < 1, slope, jnp.maximum(slope, aim)) - aim
+            past /= jnp.sqrt(1 + state.steps / SETTLING)
             followed = jnp.exp(-jnp.where(past > 0, 2, 1) * rate * past)
             least = jnp.where(back, 0.25, 1) * state.least * state.steps / (state.steps + 1)
             most = jnp.clip(state.bound * jnp.where(back, 0.25, followed), *BOUNDS)
@@ -139,7 +148,7 @@ def trust_region(
         size = last.quadratic / 2
         clip = jnp.where(size > most, jnp.sqrt(most / jnp.where(size > 0, size, 1)), 1)
         updates = jax.tree.map(lambda x: clip.astype(x.dtype) * x, updates)
-        return updates, TrustRegionState(inner_state, state.steps + 1, most, least, clip)
+        return updates, TrustRegionState(inner_state, state.steps + 1, most, least, clip, square)
 
     return GradientTransformationExtraArgs(init, update)
 

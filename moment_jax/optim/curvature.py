@@ -61,8 +61,8 @@ def quadratic_form(factor: Factor, matrix: Array) -> Array:
     return jnp.sum(matrix * apply_curvature(factor, matrix))
 
 
-def averaged(averages: Factors, new: Factors, decay: float | Array, finite: Array) -> Factors:
-    """The exponential averages with one more factor each; unchanged where it has no weight.
+def averaged(averages: Factors, new: Factors, kept: Array, finite: Array) -> Factors:
+    """The exponential averages, `kept` to that share, with one more factor each that has a weight.
 
     They are bias-corrected: an average is divided by the sum of the weights so far, kept as its weight.
     Correcting at reading time instead would store every factor twice.
@@ -70,7 +70,7 @@ def averaged(averages: Factors, new: Factors, decay: float | Array, finite: Arra
 
     def one(average: Factor, new: Factor) -> Factor:
         take = (new.weight > 0) & finite
-        share = jnp.where(take, 1 - jnp.asarray(decay, jnp.float32), 0).astype(average.weight.dtype)
+        share = jnp.where(take, 1 - kept, 0).astype(average.weight.dtype)
         weight = average.weight + share * (1 - average.weight)
         step = share / jnp.where(weight > 0, weight, 1)
 
