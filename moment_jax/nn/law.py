@@ -20,6 +20,7 @@ from moment_jax.propagation.propagator import is_random_input
 EXAMPLES = 8  # on which the plain network runs
 
 _held: set[Any] = set()  # programs that were held to the law, and their networks
+_told: set[Any] = set()  # networks of which it was said that they were not
 
 
 def hold(
@@ -66,8 +67,8 @@ def hold(
 
 def note_unheld(model: Any) -> None:
     """Say once that a model is compiled into a user's program whose pass was never held to the law."""
-    if _holds(model, ()) and _network(model) not in _held:
-        _held.add(_network(model))
+    if _holds(model, ()) and _network(model) not in _held | _told:
+        _told.add(_network(model))
         logging.getLogger("moment_jax").warning(
             f"moment_jax: the pass of {model.name} ({model.structure.__name__}) has not been compared "
             "with the network yet. Call model.check(x), or model(x), once outside of jit."
