@@ -226,11 +226,13 @@ class Covariance(abc.ABC):
         return nonnegative(jnp.einsum("...tdtd->...td", self.to_dense()))
 
     def __array__(self, *_: Any, **__: Any) -> Any:
-        """None: NumPy would make an object of it."""
+        """None, and no items: NumPy would make an object of it."""
         raise TypeError(
             "A covariance is not an array. Use cov.to_dense(), cov.variance() or cov.sd(); of one "
             "example of a batch, jax.tree.map(lambda x: x[0], cov)."
         )
+
+    __getitem__ = __array__
 
     def sd(self) -> Array:
         """The standard deviation of each entry, (..., T, D)."""

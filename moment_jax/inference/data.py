@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from moment_jax.nn import likelihood as likelihoods
 from moment_jax.nn.modules import FLOATING, inference_output
 from moment_jax.nn.static import Static
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
 
 REAL = (Gaussian, HeteroscedasticGaussian)
-KINDS = (Categorical, Bernoulli, *REAL)
 CLASSES = (
     "Classes are integers from 0, as targets[..., 0], np.argmax(targets, axis=-1) or np.unique(targets, "
     "return_inverse=True)[1] make them, and the network has an output for each class."
@@ -30,14 +30,8 @@ def need(
 
 
 def likelihood(caller: str, given: Any) -> None:
-    """Raise unless it is one of `KINDS`, a Gaussian one with a number as its noise variance, or None."""
-    rule = (
-        "a likelihood, mj.Categorical(), mj.Bernoulli(), mj.Gaussian() or "
-        "mj.objectives.HeteroscedasticGaussian()"
-    )
-    is_class = isinstance(given, type) and given in KINDS
-    mend = f"Give {given.__name__}(), an object." if is_class else ""
-    need(caller, isinstance(given, KINDS), rule, repr(given), mend, TypeError)
+    """Raise unless it is a likelihood, a Gaussian one with a number as its noise variance, or None."""
+    likelihoods.check(caller, given)
     noise = getattr(given, "noise_variance", None)
     right = noise is None or (np.ndim(noise) == 0 and 0 < float(noise) < np.inf)
     rule = "one positive noise variance for all outputs"

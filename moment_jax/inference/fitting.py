@@ -214,7 +214,11 @@ def _own_likelihood(model: Bayesian, likelihood: Any) -> Any:
     own = Gaussian() if isinstance(model.noise, likelihoods.LogNoise) else model.likelihood
     flat: Any = map(jax.tree.flatten, (own, own if likelihood is None else likelihood))
     (one, kind), (other, same) = flat
-    if not isinstance(own, checks.KINDS) or kind != same or not all(map(np.allclose, one, other)):
+    if (
+        not isinstance(own, likelihoods.LIKELIHOODS)
+        or kind != same
+        or not all(map(np.allclose, one, other))
+    ):
         raise ValueError(
             "`fit` trains a Bayesian with its own likelihood: mj.Categorical, mj.Bernoulli or "
             f"mj.Gaussian. Got {likelihood!r}, and {own} of the model. Give None for its own."

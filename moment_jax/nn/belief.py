@@ -288,10 +288,11 @@ def placed(beliefs: Any, known: dict[Path, Any], prior: dict[str, Any]) -> dict[
         wanted = tuple(known[path][...].shape) if path in known else None
         if wanted is None or getattr(mean, "shape", None) != wanted:
             places = ", ".join(f"{joined(p)} {tuple(v[...].shape)}" for p, v in known.items())
+            came = f"{type(x).__name__} of shape {getattr(mean, 'shape', None)} at "
+            came = f"{came if wanted else 'the key '}'{joined(path)}'"
             raise ValueError(
                 "`mj.Bayesian` needs beliefs in the places and shapes of the network's parameters: "
-                f"{places}. Got {type(x).__name__} of shape {getattr(mean, 'shape', None)} at "
-                f"'{joined(path)}'. {_FROM}"
+                f"{places}. Got {came}. {_FROM}"
             )
     if not any(isinstance(x, Posterior) for x in found.values()):
         raise ValueError(

@@ -59,6 +59,12 @@ def explain_batch(
     They may have one batch axis too few or many.
     """
     batch = inputs[0].shape[:axes] if inputs else ()
+    unknown = [k for k in options if f"unexpected keyword argument '{k}'" in str(error)]
+    if unknown:
+        raise TypeError(
+            "`mj.Bayesian` gives keyword arguments to its network. Got "
+            f"{', '.join(unknown)}, which it does not take. Leave it out."
+        ) from error
     each = [k for k, v in options.items() if batch and getattr(v, "shape", ())[:axes] == batch]
     if each and not isinstance(error, PropagationError):
         raise ValueError(

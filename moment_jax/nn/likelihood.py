@@ -19,19 +19,23 @@ class LogNoise(nnx.Param):
     """The log variance of a Gaussian likelihood's noise, which is learned."""
 
 
-def stored(likelihood: Any) -> tuple[Any, Any]:
-    """The likelihood, a static value, and the noise of a Gaussian one, a variable."""
-    if likelihood is None or isinstance(
-        likelihood, Bernoulli | Categorical | HeteroscedasticGaussian
-    ):
-        return likelihood, nnx.data(None)
-    if not isinstance(likelihood, Gaussian):
+def check(caller: str, likelihood: Any) -> None:
+    """Raise unless it is one of `LIKELIHOODS`."""
+    if not isinstance(likelihood, LIKELIHOODS):
         names = ", ".join(f"{kind.__name__}()" for kind in LIKELIHOODS)
         came = repr(likelihood) if isinstance(likelihood, str | type) else type(likelihood).__name__
         raise TypeError(
-            f"`mj.Bayesian` needs a likelihood, one of {names}. Got {came}. Give an object, after the "
-            "network: mj.Bayesian(network, mj.Categorical())."
+            f"`{caller}` needs a likelihood, one of {names}. Got {came}. Give an object, after the "
+            "network, as in mj.Bayesian(network, mj.Categorical())."
         )
+
+
+def stored(likelihood: Any) -> tuple[Any, Any]:
+    """The likelihood, a static value, and the noise of a Gaussian one, a variable."""
+    if likelihood is not None:
+        check("mj.Bayesian", likelihood)
+    if not isinstance(likelihood, Gaussian):
+        return likelihood, nnx.data(None)
     if likelihood.noise_variance is None:
         return Gaussian(), nnx.data(LogNoise(jnp.zeros(())))
     return Gaussian(), nnx.data(nnx.Variable(jnp.asarray(likelihood.noise_variance)))
