@@ -244,9 +244,8 @@ def log_softmax_rows(points: Array) -> Array:
 def log_mean_exp(values: Array) -> Array:
     """Log of the mean over rows of exp(values), (N, C) -> (C,); exact if all rows are equal."""
     largest = jax.lax.stop_gradient(jnp.max(values, axis=0, keepdims=True))
-    some = largest > -jnp.inf
-    average = jnp.mean(jnp.exp(values - jnp.where(some, largest, 0)), axis=0)
-    return jnp.log(jnp.where(some[0], average, 1)) + largest[0]
+    known = jnp.where(largest > -jnp.inf, largest, 0)  # a maximum may lose NaN, a mean does not
+    return jnp.log(jnp.mean(jnp.exp(values - known), axis=0)) + known[0]
 
 
 def curvature_terms(weights: Array, cov_dot: Array) -> Pair:

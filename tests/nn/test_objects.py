@@ -213,3 +213,22 @@ def test_a_repr_has_at_most_ten_lines():
         _ = moments.std
     with pytest.raises(TypeError, match=r"cov\.to_dense"):
         np.asarray(moments.cov)
+
+
+def test_mistakes_are_named():
+    network = Net(alone)
+    model = mj.Bayesian(network, mj.Categorical(), structure=mj.Diagonal)
+    mistakes = [
+        (
+            lambda: mj.calibrate(network, (X, LABELS), mj.Categorical()),
+            r"Got tuple\. Give an object",
+        ),
+        (lambda: mj.fit(network, mj.Categorical, (X, LABELS)), r"Got <class .*Give an object"),
+        (lambda: model.predict(X, return_std=True), r"Got return_std, which it does not take"),
+        (lambda: mj.Bayesian(network, beliefs={"layer": {}}), "Got the key 'layer'"),
+        (lambda: model(X).cov[0], r"not an array.*lambda x: x\[0\]"),
+        (lambda: model(X.tolist()), r"Got list. Use np\.asarray"),
+    ]
+    for mistake, message in mistakes:
+        with pytest.raises((TypeError, ValueError), match=message):
+            mistake()

@@ -144,3 +144,10 @@ def test_half_precision_keeps_the_doubt_of_many_classes():
         right = scores(*(x.astype(jnp.float32) for x in given))
         assert right[1].epistemic > 0.1
         chex.assert_trees_all_close(scores(*given), right, atol=1e-6)
+
+
+def test_logits_that_are_nan_have_no_probabilities():
+    mean = jnp.zeros((50, 2)).at[::3].set(jnp.nan)  # of so many, XLA's maximum loses NaN on CPUs
+    found = mj.Categorical()(mj.Moments(mean, mj.Diagonal(jnp.ones((50, 1, 2)))))
+    assert (jnp.isnan(found.probs) == jnp.isnan(mean)).all()
+    assert (jnp.isnan(found.entropy) == jnp.isnan(mean[:, 0])).all()
