@@ -244,8 +244,10 @@ def log_softmax_rows(points: Array) -> Array:
 def log_mean_exp(values: Array) -> Array:
     """Log of the mean over rows of exp(values), (N, C) -> (C,); exact if all rows are equal."""
     largest = jax.lax.stop_gradient(jnp.max(values, axis=0, keepdims=True))
-    known = jnp.where(largest > -jnp.inf, largest, 0)  # a maximum may lose NaN, a mean does not
-    return jnp.log(jnp.mean(jnp.exp(values - known), axis=0)) + known[0]
+    shift = jnp.where(largest > -jnp.inf, largest, 0)
+    average = jnp.mean(jnp.exp(values - shift), axis=0)
+    none = average == 0  # never so of NaN, which XLA's maximum can lose on CPUs
+    return jnp.log(jnp.where(none, 1, average)) + jnp.where(none, -jnp.inf, shift[0])
 
 
 def curvature_terms(weights: Array, cov_dot: Array) -> Pair:
