@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from experiments.command_line import Parser, named_files, writable_folder
 from experiments.outputs import aligned, summary, with_error, write_json
@@ -58,7 +59,8 @@ def _compare(args: argparse.Namespace, given: RegressionSet) -> dict[str, Any]:
         name, method = METHODS[key]
         steps, start = args.dropout_steps if "dropout" in key else args.steps, time.perf_counter()
         answers, nll, rmse = [], [], []
-        for number, rows in enumerate(zip(given.train, given.test, strict=True)):
+        splits = [*zip(given.train, given.test, strict=True)]
+        for number, rows in enumerate(tqdm(splits, name, leave=False, disable=None)):
             train, test = ((given.x[part], given.y[part]) for part in rows)
             answers.append(method(train, test, args.seed + number, steps))
             nll.append(-float(np.mean(answers[-1].log_density)))

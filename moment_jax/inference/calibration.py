@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from moment_jax.nn.likelihood import LogNoise
 from moment_jax.nn.modules import as_nnx, is_floating
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian
 from moment_jax.posterior import Factorized
+from moment_jax.progress import tracked
 
 LOG_FACTORS = math.log(2) * np.arange(-10, 1)  # of an array's root mean square: .001 to 1
 FEWEST = 100  # examples
@@ -44,6 +45,7 @@ def calibrate(
     landmarks: int | None = None,
     batch_size: int = 256,
     receipt: bool = False,
+    progress: bool | None = None,
     output: Callable[[Any], Any] | None = None,
 ) -> Any:
     """A trained network with noise on its weights, as much as held-out data call for.
@@ -73,6 +75,7 @@ def calibrate(
       landmarks: see `mj.Bayesian`.
       batch_size: examples in one pass.
       receipt: also return a `CalibrationReceipt`.
+      progress: show a bar (tqdm, on stderr); None means if stderr is a terminal.
       output: picks the one array out of what the network returns, see `mj.Bayesian`.
 
     Returns:
@@ -80,9 +83,9 @@ def calibrate(
 
     Raises:
       TypeError, ValueError: if an argument is invalid, the network in training mode, or labels are worse
-        with every f, which tells of a wrong pass. It warns of fewer than 100 examples, if f gains
-        nothing, is 1, the largest that is tried, or was kept small for the labels' sake, and of
-        real outputs that are spread otherwise than their targets.
+        with every f, which tells of a wrong pass, or real outputs spread otherwise than their targets
+        (a warning where the noise is given). It warns of fewer than 100 examples, if f gains nothing, is
+        1, the largest that is tried, or was kept small for the labels' sake.
 
     >>> import jax, moment_jax as mj
     >>> x = jax.random.normal(jax.random.key(0), (100, 2))
@@ -138,7 +141,8 @@ def calibrate(
             density = -math.inf
         return (-math.inf if math.isnan(density) else density), scaled, found
 
-    best = _highest(lambda x: at(x)[0], LOG_FACTORS, refined=6)
+    grid = tracked(list(LOG_FACTORS), "factor", progress)
+    best = _highest(lambda x: at(x)[0], grid, refined=6)
     (density, found, predicted), (least, *_) = at(best), at(LOG_FACTORS[0])
     now = right(getattr(predicted, "label", None))
     rule = "finite predictions as right as the network's, see mj.Bayesian(network).check(x)"
@@ -157,9 +161,13 @@ def calibrate(
         squares = ((targets - predicted.mean) ** 2).reshape(-1, targets.shape[-1]).mean(axis=0)
         ratios = predicted.variance.reshape(-1, targets.shape[-1]).mean(axis=0) / squares
         odd = int(np.argmax(np.abs(np.log(ratios))))
-        if not 1 / 4 < ratios[odd] < 4:
-            came = f"variance of output {odd} is {ratios[odd]:.3g} times its mean squared residual"
-            _warn(f"the {came}. Bring outputs to one unit, or use mj.laplace.")
+        came = f"{ratios[odd]:.3g} times it for output {odd}"
+        mend = "Bring outputs to one unit, or use mj.laplace."
+        if not 1 / 4 < ratios[odd] < 4 and likelihood.noise_variance is not None:
+            _warn(f"the variance should be the mean squared residual. It is {came}. {mend}")
+        elif not 1 / 4 < ratios[odd] < 4:
+            rule = "one factor that suits all outputs, whose variance is the mean squared residual"
+            checks.need("calibrate", False, rule, came, mend)
     if not receipt:
         return found
 
@@ -198,7 +206,7 @@ def _log_noises(residuals: Any, variances: Any) -> list[float]:
     return list(map(of_output, *pairs))
 
 
-def _highest(fn: Callable[[float], float], grid: np.ndarray, refined: int) -> float:
+def _highest(fn: Callable[[float], float], grid: Iterable[float], refined: int) -> float:
     """The best of the grid's points, and of further ones in the wider gap beside the best so far."""
     known = {float(x): fn(float(x)) for x in grid}
     for _ in range(refined):

@@ -16,6 +16,7 @@ from jax import Array
 from moment_jax.covariance import Full, Moments
 from moment_jax.nn.static import Static
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
+from moment_jax.progress import tracked
 from moment_jax.propagation.derivatives import check_derivatives
 
 # The random weights, the rest of the model's state, and units of the outputs (C,) or (1,).
@@ -64,6 +65,7 @@ class Curvature:
     shapes: tuple[tuple[str, tuple[int, int]], ...]  # every array as a matrix (in, out), by path
     rows: int  # of the Jacobian at once, of all examples together
     count: int  # outputs of one example
+    progress: bool | None = dataclasses.field(default=None, compare=False)  # whether a bar is shown
 
     @partial(jax.jit, static_argnums=0)
     def outputs(self, frame: Frame, _: Array, inputs: Any) -> Array:
@@ -137,7 +139,9 @@ class Curvature:
         model: Any = nnx.merge(self.graph.value, *jax.tree.map(lambda x: x, frame[:2]), copy=True)
         outputs = model(*(x[None] for x in one))
         wide = jnp.promote_types(outputs.dtype, jnp.float32)
-        return outputs.reshape(-1, outputs.shape[-1]).astype(wide) / jnp.asarray(frame[2], wide)
+        return (
+            outputs.reshape(-1, outputs.shape[-1]).astype(wide) / jnp.asarray(frame[2], wide)[None]
+        )
 
     def _jacobian(self, frame: Frame, inputs: Any) -> tuple[Array, Callable[[Array], Arrays]]:
         """Outputs (N, M, C), and a map of N rows (R, M, C) to gradients (N, R, in, out) by path."""
@@ -177,7 +181,7 @@ class Curvature:
     def batches(self, fn: Any, frame: Frame, data: Any, size: int, *more: Any) -> Iterator[Any]:
         """`fn` of batches, the last one filled up with examples of weight zero, in double precision."""
         count = len(jax.tree.leaves(data)[0])
-        for start in range(0, count, size):
+        for start in tracked(range(0, count, size), "batch", self.progress):
             index = np.arange(start, start + size)
             batch = jax.tree.map(lambda x, i=index: x[np.minimum(i, count - 1)], data)
             with jax.default_matmul_precision("highest"):

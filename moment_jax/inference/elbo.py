@@ -22,6 +22,7 @@ from moment_jax.inference.training import STEPS_AT_ONCE, Training
 from moment_jax.nn import PriorScale
 from moment_jax.nn import likelihood as likelihoods
 from moment_jax.nn.bayesian import Bayesian
+from moment_jax.progress import bar
 
 Data = tuple[tuple[np.ndarray, ...], np.ndarray]
 
@@ -45,12 +46,7 @@ class Course:
 
     def __init__(self, total: int, shown: bool) -> None:
         self.total, self.history = total, list[tuple[int, float, float]]()
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            self.bar = None
-        else:
-            self.bar = tqdm(total=total, unit="step", leave=False, disable=not shown)
+        self.bar = bar(total, "step", shown)
 
     def __call__(self, step: int, loss: float, nll: float = math.nan) -> None:
         """After so many steps: the loss, and the held-out NLL if data are held out."""

@@ -20,6 +20,7 @@ from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.mixture import Mixture
 from moment_jax.nn.modules import FLOATING, as_nnx
 from moment_jax.objectives import Gaussian
+from moment_jax.progress import is_shown
 
 SETTLED = 0.05  # nats for each example: the last change of the log evidence
 
@@ -103,7 +104,7 @@ def fit(
         its array; None for .05.
       structure: the ELBO's: of the covariances; None for `mj.Separable`.
       seed: of the held-out split, the batches and the members' starts.
-      progress: show a progress bar (tqdm, on stderr); None means if stderr is a terminal.
+      progress: show a bar (tqdm, on stderr); None means if stderr is a terminal.
       receipt: also return a `FitReceipt`: the history, whether it converged, which objective and why.
       output: picks the one array out of what a plain network returns, see `mj.Bayesian`.
 
@@ -132,7 +133,7 @@ def fit(
         "relative_scale": relative_scale, "structure": structure,
     }  # fmt: skip
     objective, reason = _chosen(objective, network, likelihood, members, own)
-    shown = sys.stderr.isatty() if progress is None else progress
+    shown = is_shown(progress)
     if shown:
         print(f"fit: objective={objective!r}, for {reason}", file=sys.stderr)
     if isinstance(network, Bayesian) and network.kind is not None:

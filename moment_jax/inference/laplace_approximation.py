@@ -49,6 +49,7 @@ def laplace(
     prior_mean: Any = None,
     batch_size: int = 256,
     receipt: bool = False,
+    progress: bool | None = None,
     output: Callable[[Any], Any] | None = None,
 ) -> Any:
     """A trained network with the belief N(weights, (GGN + prior precision)^-1) about its weights.
@@ -85,6 +86,7 @@ def laplace(
       prior_mean: centre of the prior, a tree of parameters; zero for None and what it omits.
       batch_size: number of backward passes at once, at most; fewer for large networks.
       receipt: also return a `LaplaceReceipt`: log evidence, prior precisions, noise variance.
+      progress: show a bar (tqdm, on stderr); None means if stderr is a terminal.
       output: picks the one array out of what the network returns, see `mj.Bayesian`.
 
     Returns:
@@ -133,7 +135,9 @@ def laplace(
     shapes = {path: matrix_shape(path.rpartition("/")[2], x.shape) for path, x in known.items()}
     rows = min(batch_size, max(1, NUMBERS // sum(x.size for x in known.values())))
     noiseless = Gaussian() if isinstance(likelihood, Gaussian) else likelihood
-    curvature = Curvature(Static(graph), noiseless, tuple(shapes.items()), rows, math.prod(shape))
+    curvature = Curvature(
+        Static(graph), noiseless, tuple(shapes.items()), rows, math.prod(shape), progress
+    )
     small = [path for path, sizes in shapes.items() if kind == "kfac" and max(sizes) <= LONGEST]
     check_network("laplace", split, inputs)
     parts = [*curvature.batches(curvature.outputs, frame, inputs, batch_size)]

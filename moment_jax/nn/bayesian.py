@@ -273,7 +273,10 @@ class Bayesian(Module):
         """Log predictive density of each target, in nats: `predict(x).log_prob(y)`."""
         return self.predict(*arguments(x), batch_size=batch_size, **options).log_prob(y)
 
-    def check(self, x: Any, key: Array | None = None, samples: int = 300, **options: Any) -> Check:
+    def check(
+        self, x: Any, key: Array | None = None, samples: int = 300, progress: bool | None = None,
+        **options: Any,
+    ) -> Check:  # fmt: skip
         """Whether the pass is right on this input, and its price beside that of sampled networks.
 
         Three comparisons: without noise the pass has to be the network, or a PropagationError names the
@@ -284,13 +287,15 @@ class Bayesian(Module):
           x: the network's input, or a tuple of its arguments.
           key: a JAX random key; None for a fixed one.
           samples: number of networks drawn, 2 or more.
+          progress: show a bar (tqdm, on stderr); None means if stderr is a terminal.
           options: the network's keyword arguments.
         """
-        return checked(self, x, key, samples, options)
+        return checked(self, x, key, samples, progress, options)
 
     def corrected(
-        self, x: Any, key: Array | None = None, samples: int = 32, **options: Any
-    ) -> Self:
+        self, x: Any, key: Array | None = None, samples: int = 32, progress: bool | None = None,
+        **options: Any,
+    ) -> Self:  # fmt: skip
         """A copy whose pass has the spread of sampled networks: a factor for each feature of the output.
 
         It is the mean ratio of sds on this input, so give a few dozen examples. For `Diagonal`, which
@@ -298,7 +303,10 @@ class Bayesian(Module):
         that. They hold for these beliefs: `scaled` and `replace` forget them, and a gradient by the
         beliefs raises, so correct after training. Arguments are those of `check`.
         """
-        found, before = spread_factors(self, x, key, samples, options), self.spread.get_value()
+        found, before = (
+            spread_factors(self, x, key, samples, progress, options),
+            self.spread.get_value(),
+        )
         copy = nnx.clone(self)
         copy.spread = nnx.Variable(found if before is None else found * before)
         return copy

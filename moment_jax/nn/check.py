@@ -18,11 +18,12 @@ from moment_jax.nn.law import EXAMPLES, as_function, hold
 from moment_jax.nn.prediction import run_pass
 from moment_jax.nn.static import Static
 from moment_jax.posterior import sample_params
-from moment_jax.progress import compiling
+from moment_jax.progress import compiling, tracked
 from moment_jax.propagation import linearised
 from moment_jax.propagation.propagator import is_random_input
 
 ENTRIES = 32  # of an example's output, whose derivatives are taken
+AT_ONCE = 10  # networks drawn
 LITTLE = 0.1  # noise at which a network is nearly linear
 MOST = 2**28  # numbers of their gradients
 WRONG = 0.1  # error there that is no rounding
@@ -67,11 +68,18 @@ class Check:
         )
 
 
-def checked(model: Any, x: Any, key: Array | None, samples: int, options: dict[str, Any]) -> Check:
+def checked(
+    model: Any,
+    x: Any,
+    key: Array | None,
+    samples: int,
+    progress: bool | None,
+    options: dict[str, Any],
+) -> Check:
     """See `Bayesian.check`."""
     inputs, known = arguments(x), Static(options)
     (moments, seconds), ((mean, sd), seconds_sampled) = beside_sampled(
-        model, "check", inputs, key, samples, known
+        model, "check", inputs, key, samples, progress, known
     )
     varies = np.asarray(sd) != 0  # NaN too, which is told
     ratio = np.asarray(moments.sd / sd)[varies]
@@ -84,12 +92,17 @@ def checked(model: Any, x: Any, key: Array | None, samples: int, options: dict[s
 
 
 def spread_factors(
-    model: Any, x: Any, key: Array | None, samples: int, options: dict[str, Any]
+    model: Any,
+    x: Any,
+    key: Array | None,
+    samples: int,
+    progress: bool | None,
+    options: dict[str, Any],
 ) -> Array:
     """Factors (C,) from the sds of a pass to sampled ones; their mean where none is known."""
     inputs, known = arguments(x), Static(options)
     (moments, _), ((_, sampled), _) = beside_sampled(
-        model, "corrected", inputs, key, samples, known
+        model, "corrected", inputs, key, samples, progress, known
     )
     sd, sampled = (x[..., None] if x.ndim == model.batch_axes else x for x in (moments.sd, sampled))
     varies = (sd > 0) & (sampled > 0)
@@ -101,8 +114,9 @@ def spread_factors(
 
 
 def beside_sampled(
-    model: Any, caller: str, inputs: Any, key: Array | None, samples: int, known: Static
-) -> list[Any]:
+    model: Any, caller: str, inputs: Any, key: Array | None, samples: int, progress: bool | None,
+    known: Static,
+) -> Any:  # fmt: skip
     """One pass, and mean and sd of sampled networks, each with its seconds, compiled."""
     key = jax.random.key(0) if key is None else key
     if any(map(is_random_input, inputs)):
@@ -113,25 +127,31 @@ def beside_sampled(
     if samples < 2:
         raise ValueError(f"`{caller}` needs samples >= 2. Got {samples}.")
     graph, state = nnx.split(model)
-    keys = jax.random.split(key, samples)
+    keys = jax.random.split(key, samples)[np.arange(-(-samples // AT_ONCE) * AT_ONCE) % samples]
+
+    def timed(what: str, run: Any, *each: Any) -> tuple[list[Any], float]:
+        with compiling(f"{what} of {model.name} ({model.structure.__name__})"):
+            jax.block_until_ready(run(each[0]))
+        start = time.perf_counter()
+        found = [jax.block_until_ready(run(x)) for x in tracked(each, "draw", progress)]
+        return found, time.perf_counter() - start
 
     def of_state(state: Any) -> Any:
         return run_pass(graph, state, inputs, known=known)
 
-    def drawn(state: Any) -> Any:
+    def drawn(keys: Any) -> Any:
         return _drawn(graph, state, inputs, keys, known=known)
 
-    found = []
-    for run, what in ((of_state, "the pass"), (drawn, "sampled networks")):
-        with compiling(f"{what} of {model.name} ({model.structure.__name__})"):
-            jax.block_until_ready(run(state))
-        start = time.perf_counter()
-        result = jax.block_until_ready(run(state))
-        found.append((result, time.perf_counter() - start))
-        if run is of_state:
-            hold(model, graph, state, inputs, known, lambda x: of_state(x)[1], always=True)
-    (moments, _), seconds = found[0]
-    return [(moments, seconds), found[1]]
+    ((moments, _),), seconds = timed("the pass", of_state, state)
+    hold(model, graph, state, inputs, known, lambda x: of_state(x)[1], always=True)
+    each, seconds_sampled = timed(
+        "sampled networks", drawn, *keys.reshape(-1, AT_ONCE, *keys.shape[1:])
+    )
+    outputs = jnp.concatenate(each)[:samples]
+    return (moments, seconds), (
+        (outputs.mean(axis=0), outputs.std(axis=0, ddof=1)),
+        seconds_sampled,
+    )
 
 
 def _beside_linearised(model: Any, inputs: Any, known: Static, sd: Array) -> tuple[float, float]:
@@ -174,13 +194,12 @@ def _linearised(
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="known")
-def _drawn(graph: Any, state: Any, inputs: Any, keys: Array, *, known: Static) -> Any:
-    """Mean and sd of the sampled networks' outputs."""
+def _drawn(graph: Any, state: Any, inputs: Any, keys: Array, *, known: Static) -> Array:
+    """The sampled networks' outputs."""
     model: Any = nnx.merge(graph, state)
     fn = as_function(model, known.value)
 
     def of_network(key: Array) -> Array:
         return jnp.asarray(fn(sample_params(model.beliefs, key), *inputs))
 
-    outputs = jax.lax.map(of_network, keys, batch_size=min(len(keys), 10))
-    return outputs.mean(axis=0), outputs.std(axis=0, ddof=1)
+    return jax.vmap(of_network)(keys)

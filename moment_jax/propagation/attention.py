@@ -168,8 +168,9 @@ def _moments(
                 i for i, y in enumerate(part.product.operands) if isinstance(y, Node)
             }
     for at, i in core.scores.apart:
-        assumed += "; so is what is random in the scale or the bias of the scores"
         at.apart.add(i)
+    if core.scores.apart:
+        assumed += "; so is what is random in the scale or the bias of the scores"
     if propagator.structure.entrywise and core.shares_columns:
         assumed += "; heads too, though they share keys or values"
     if query.rotation is not None or key.rotation is not None:

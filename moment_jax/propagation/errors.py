@@ -55,7 +55,8 @@ def where(sources: tuple[Any, ...]) -> str:
 
 
 _INNER = (
-    "/jax/", "/flax/", "/einops/", "/moment_jax/propagation/", "/moment_jax/nn/bayesian", sys.prefix,
+    "/jax/", "/flax/", "/einops/", "/moment_jax/propagation/", "/moment_jax/nn/bayesian",
+    "/moment_jax/nn/law", "/moment_jax/nn/check", "/moment_jax/nn/prediction", sys.prefix,
     sysconfig.get_path("stdlib"),
 )  # fmt: skip
 

@@ -114,15 +114,15 @@ def test_a_factor_that_lowers_accuracy_is_refused(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*not overconfident")
-@pytest.mark.parametrize(
-    ("rows", "units", "message"),
-    [(50, [1.0, 1.0], "50 examples choose"), (400, [1.0, 1e4], "variance of output 0 is .* times")],
-)
-def test_few_examples_and_outputs_in_different_units_are_told(rows, units, message):
-    network, noise = net(WEIGHTS * units), RNG.normal(size=(rows, 2)) * units
-    y = network(X[:rows]) * (1 + 0.3 * RNG.normal(size=(rows, 2))) + noise
-    with pytest.warns(UserWarning, match=message):
-        calibrated(network, mj.Gaussian(), (X[:rows], y))
+def test_few_examples_are_told_and_outputs_in_different_units_refused():
+    for rows, units, told in (
+        (50, [1.0, 1.0], pytest.warns(UserWarning, match="50 examples choose")),
+        (400, [1.0, 1e4], pytest.raises(ValueError, match=r"suits all outputs.*for output 0")),
+    ):
+        network, noise = net(WEIGHTS * units), RNG.normal(size=(rows, 2)) * units
+        y = network(X[:rows]) * (1 + 0.3 * RNG.normal(size=(rows, 2))) + noise
+        with told:
+            calibrated(network, mj.Gaussian(), (X[:rows], y))
 
 
 @pytest.mark.parametrize(

@@ -209,8 +209,8 @@ OWN = {"network": mj.Bayesian(linear(), GAUSSIAN)}
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"likelihood": "mse"}, TypeError, r"mj.Categorical\(\), .*Got 'mse'"),
-        ({"likelihood": mj.Gaussian}, TypeError, r"Give Gaussian\(\)"),
+        ({"likelihood": "mse"}, TypeError, r"Categorical\(\), .*Got 'mse'"),
+        ({"likelihood": mj.Gaussian}, TypeError, r"Got <class .*Gaussian.*Give an object"),
         ({"likelihood": mj.Gaussian(-1.0)}, ValueError, "positive noise variance"),
         ({"likelihood": mj.Gaussian(np.nan)}, ValueError, "positive noise variance"),
         ({"data": (X, np.ones(3))}, ValueError, r"as many inputs as targets, .*Got \[120, 3\]"),

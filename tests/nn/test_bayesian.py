@@ -331,7 +331,7 @@ WRONG = [
     (lambda: mj.Bayesian(net()).predict(X), ValueError, "likelihood"),
     (lambda: mj.Bayesian(mj.Categorical(), net()), TypeError, "Got Net. Give an object, after"),
     (lambda: mj.Bayesian(Net), TypeError, "the class Net"),
-    (lambda: mj.Bayesian(net(), beliefs={"neck": {}}), ValueError, "dict .* 'neck'.*Factorized"),
+    (lambda: mj.Bayesian(net(), beliefs={"neck": {}}), ValueError, "the key 'neck'.*Factorized"),
     (lambda: mj.Bayesian(net()).sample(0), TypeError, r"jax\.random\.key\(0\)"),
     (lambda: mj.Bayesian(net()).scaled(-1.0), ValueError, "not negative"),
     (lambda: mj.Bayesian(net())(X[:, :2]), ValueError, r"its network takes.*\(5, 2\).*raised"),
