@@ -235,8 +235,15 @@ class Covariance(abc.ABC):
     __getitem__ = __array__
 
     def sd(self) -> Array:
-        """The standard deviation of each entry, (..., T, D)."""
-        return safe_sqrt(self.variance())
+        """The standard deviation of each entry, (..., T, D), of single tokens for one example alone."""
+        variance = self.variance()
+        if variance.ndim > 2 and variance.shape[-2] == 1:
+            raise ValueError(
+                "`cov.sd()` has the shape of a sequence for each example, which a mean without tokens "
+                f"would silently broadcast with. Got {variance.shape}. Use moments.sd of moments = "
+                "model(x), or jnp.sqrt(cov.variance()[..., 0, :])."
+            )
+        return safe_sqrt(variance)
 
     def token_blocks(self) -> Array:
         """Each token's own feature covariance Cov[x_td, x_te], (..., T, D, D)."""
@@ -417,7 +424,7 @@ class Moments(NamedTuple):
     @property
     def sd(self) -> Array:
         """The standard deviation of each entry, in the mean's shape."""
-        return self.cov.sd().reshape(self.mean.shape)
+        return safe_sqrt(self.variance)
 
     @property
     def features(self) -> Array:

@@ -15,7 +15,7 @@ from moment_jax.nn.inputs import with_batch
 from moment_jax.nn.static import Static
 from moment_jax.posterior.base import mean_params
 from moment_jax.propagation import law
-from moment_jax.propagation.propagator import is_random_input
+from moment_jax.propagation.propagator import is_random_input, plan
 
 EXAMPLES = 8  # on which the plain network runs
 
@@ -58,7 +58,8 @@ def hold(
         first = jax.tree.map(lambda x: x[(0,) * axes], inputs)
         one = tuple(with_batch(x, axes) for x in first)
         fn = as_function(certain, known.value)
-        return law.first_off(bound, fn, certain.beliefs, one, model.structure, model.landmarks)
+        planned = partial(plan, fn, structure=model.structure, landmarks=model.landmarks)
+        return law.first_off(bound, planned, certain.beliefs, one)
 
     found = mean(state)
     law.hold_to_network(found[: len(output)] if axes else found, output, own, culprit)

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moment_jax.covariance import Covariance
+from moment_jax.posterior import Factorized, Posterior
+from moment_jax.posterior.base import mean_params
 from moment_jax.propagation import regions
 from moment_jax.propagation.errors import PropagationError, where
 from moment_jax.propagation.graph import Node
-from moment_jax.propagation.propagator import plan
 
 CLOSE = 1e-4
 """Most difference of a mean from the network, over the network's mean size, that is always taken.
@@ -69,14 +69,14 @@ def deviation(found: Any, plain: Any) -> float:
     return float(np.where(np.isnan(off), np.inf, off).max(initial=0) / size)
 
 
-def first_off(
-    bound: float, fn: Any, params: Any, inputs: Any, structure: type[Covariance],
-    landmarks: int | None,
-) -> str:  # fmt: skip
-    """A sentence that names the first operation whose mean is off; `params` have no noise."""
+def first_off(bound: float, plan: Callable[..., Any], params: Any, inputs: Any) -> str:
+    """A sentence that names the first operation whose mean is off; `params` have no noise.
+
+    `plan` gives the output and the propagator of parameters and inputs.
+    """
 
     def operations(params: Any, inputs: Any) -> list[Any]:
-        _, propagator = plan(fn, params, inputs, structure, landmarks)
+        _, propagator = plan(params, inputs)
         planned = sorted(propagator.planned.items(), key=lambda pair: pair[0].index)
         known: dict[Any, Any] = {n: m.array() for n, m in planned if n.op in ("given", "loop")}
         nodes.extend(n for n, _ in planned)
@@ -90,6 +90,29 @@ def first_off(
     if off is None:
         return ""
     return f" The first operation that is off is `{off.op}` at {where(off.source)}."
+
+
+def hold_function(
+    fn: Callable[..., Any], params: Any, inputs: Any, plan: Callable[..., Any]
+) -> None:
+    """Hold `propagate(fn)` at these parameters to `fn`; see `first_off`."""
+
+    def certain(x: Any) -> Any:
+        return Factorized(x.mean, jnp.zeros_like(x.mean)) if isinstance(x, Posterior) else x
+
+    at = mean_params(params)
+    params = jax.tree.map(certain, params, is_leaf=lambda x: isinstance(x, Posterior))
+    plain = jnp.asarray(fn(at, *inputs))
+
+    def own() -> float:
+        unit = rounding(jax.make_jaxpr(fn)(at, *inputs))
+        near, given = rounded((at, inputs), unit)
+        return deviation(fn(near, *given), plain)
+
+    found = jax.jit(lambda *both: plan(*both)[0].moments[0])(params, inputs)
+    hold_to_network(
+        found.reshape(plain.shape), plain, own, lambda bound: first_off(bound, plan, params, inputs)
+    )
 
 
 def hold_to_network(

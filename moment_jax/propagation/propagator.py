@@ -16,7 +16,7 @@ from moment_jax.covariance import STRUCTURES, Covariance, Separable
 from moment_jax.covariance.token_gram import pool_read, pool_seen
 from moment_jax.posterior import Factorized, Posterior
 from moment_jax.posterior.base import mean_params
-from moment_jax.propagation import arrays, errors, graph, primitives
+from moment_jax.propagation import arrays, errors, graph, law, primitives
 from moment_jax.propagation.arrays import Axes, Base, Moments, Places, Same, Sequence
 from moment_jax.propagation.errors import LINEARISE, PropagationError, Step, Steps, shapes
 from moment_jax.propagation.graph import GIVEN, Node, Recorder, Value
@@ -294,7 +294,7 @@ def propagate(
       landmarks: tokens at which `Separable` keeps the covariance of a long sequence, see
         `Separable.zeros`; with a causal mask, all of them.
       receipt: also return the list of operations, each with its rule and assumption (those of a loop
-        once); outside of jax.jit.
+        once), outside of jax.jit; and hold the pass to the first law: without noise it is `fn`.
 
     Returns:
       A function of `params`, a pytree with a `Posterior` for each random array and arrays elsewhere,
@@ -304,7 +304,8 @@ def propagate(
       the tokens; an output (D,) is one token. With `receipt` also the list of `Step`s.
 
     Raises:
-      PropagationError: if an operation has no rule; names the line it came from.
+      PropagationError: if an operation has no rule, or the mean of one is off (with `receipt`); names
+        the line it came from.
 
     >>> import jax, jax.numpy as jnp, moment_jax as mj
     >>> belief = mj.posterior.Factorized(jnp.ones((2, 3)), jnp.full((2, 3), 0.25))
@@ -332,7 +333,19 @@ def propagate(
             return output.moments
 
         mean, cov = materialized_inputs(computed)(params, inputs)
-        return (mean, cov, steps) if receipt else (mean, cov)
+        if not receipt:
+            return mean, cov
+        leaves = jax.tree.leaves((params, inputs))
+        unknown = any(isinstance(x, jax.core.Tracer) for x in leaves)
+        if unknown or any(map(is_random_input, inputs)):
+            steps.law = (
+                "The pass was not compared with the function, of traced or random arguments."
+            )
+        else:
+            planned = functools.partial(plan, fn, structure=structure, landmarks=landmarks)
+            law.hold_function(fn, params, inputs, planned)
+            steps.law = "Without noise the pass is the function."
+        return mean, cov, steps
 
     return propagated
 

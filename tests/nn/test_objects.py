@@ -226,6 +226,7 @@ def test_mistakes_are_named():
         (lambda: mj.fit(network, mj.Categorical, (X, LABELS)), r"Got <class .*Give an object"),
         (lambda: model.predict(X, return_std=True), r"Got return_std, which it does not take"),
         (lambda: mj.Bayesian(network, beliefs={"layer": {}}), "Got the key 'layer'"),
+        (lambda: model(X).mean + model(X).cov.sd(), r"broadcast.*Use moments\.sd"),
         (lambda: model(X).cov[0], r"not an array.*lambda x: x\[0\]"),
         (lambda: model(X.tolist()), r"Got list. Use np\.asarray"),
     ]
