@@ -87,7 +87,6 @@ def network():
     return nnx.Sequential(nnx.Linear(3, 4, rngs=rngs), jnp.tanh, nnx.Linear(4, 2, rngs=rngs))
 
 
-IDS = jax.random.randint(jax.random.key(2), (1, 4), 0, 5)
 ROWS = jax.random.normal(jax.random.key(1), (120, 3), jnp.float32)
 LABELS = jnp.arange(120) % 2
 DOORS = {
@@ -105,10 +104,8 @@ DOORS = {
         network(), mj.Categorical(), (ROWS, LABELS), structure=options["structure"]
     ),
     "decoding": lambda **options: mj.decoding.greedy(
-        mj.Bayesian(
-            nnx.Sequential(nnx.Embed(5, 3, rngs=nnx.Rngs(0)), network(), nnx.Linear(2, 5, rngs=nnx.Rngs(1))),
-            mj.Categorical(), **options,
-        ), IDS[0], 2,
+        mj.Bayesian(nnx.Sequential(nnx.Embed(2, 3, rngs=nnx.Rngs(0)), network()), **options),
+        LABELS[:3], 2,
     ),
     "receipt": lambda **options: mj.propagate(lambda w, x: jnp.tanh(x @ w), receipt=True, **options)(
         mj.posterior.Factorized(jnp.ones((3, 2)), jnp.ones((3, 2))), ROWS[0]
