@@ -79,7 +79,7 @@ def test_moments_of_a_batch(structure, lead):
         rows, blocks = mean.reshape(-1, 3), cov.token_blocks().reshape(-1, 3, 3)
         own = jnp.diagonal(blocks, axis1=1, axis2=2)
         pairs = [
-            (cov.sd() ** 2, own),
+            (moments.sd**2, own),
             (moments.variance, own),
             (moments.features, blocks),
             (class_probabilities(mean, cov), class_probabilities(rows, blocks)),
