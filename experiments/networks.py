@@ -42,4 +42,5 @@ def bayesian(network: nnx.Module, *, random: Any = nnx.Param, **settings: Any) -
 
     flat = nnx.traversals.flatten_mapping(weights)
     tree = nnx.traversals.unflatten_mapping({path: belief(path, w) for path, w in flat.items()})
-    return mj.Bayesian(network, mj.Categorical(), beliefs=tree, **options)
+    # The pass stands in compiled trainings, and is set beside sampled networks there: no first call.
+    return mj.Bayesian(network, mj.Categorical(), beliefs=tree, verify=False, **options)

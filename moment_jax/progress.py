@@ -1,4 +1,4 @@
-"""No silent wait: a bar on stderr, and a line after a compilation of over two seconds.
+"""No silent wait: a bar on stderr, and a line when compilation takes over two seconds, and after it.
 
 `logging.getLogger("moment_jax").setLevel("ERROR")` silences both.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 LONG = 2.0  # seconds
-_now = threading.local()  # `what` compiles
+_now = threading.local()  # `what` compiles, and the `timer` that will say so
 
 
 def is_shown(asked: bool | None) -> bool:
@@ -51,13 +51,26 @@ def compiling(what: str) -> Iterator[None]:
         yield
     finally:
         _now.what = before
+        _stop()
 
 
 def _listen(event: str, duration_secs: float, **_: str | int) -> None:
-    what = getattr(_now, "what", None)
-    if what and event.endswith("backend_compile_duration") and duration_secs > LONG:
-        line = f"moment_jax: compiled {what} in {duration_secs:.1f} s"
-        logging.getLogger("moment_jax").warning(line)
+    what, tell = getattr(_now, "what", None), logging.getLogger("moment_jax").warning
+    if what and event.endswith("jaxpr_to_mlir_module_duration"):  # compilation begins
+        _stop()
+        _now.timer = threading.Timer(LONG, tell, [f"moment_jax: compiling {what}"])
+        _now.timer.daemon = True
+        _now.timer.start()
+    elif what and event.endswith("backend_compile_duration"):
+        _stop()
+        if duration_secs > LONG:
+            tell(f"moment_jax: compiled {what} in {duration_secs:.1f} s")
+
+
+def _stop() -> None:
+    timer = getattr(_now, "timer", None)
+    if timer is not None:
+        timer.cancel()
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)

@@ -22,6 +22,7 @@ def test_compilation_that_takes_long_is_told_with_its_time(monkeypatch, caplog):
         monkeypatch.setattr(progress, "LONG", 0.0)
         compile_anew(0.4)
         assert any(x.startswith("moment_jax: compiled the pass of Net in") for x in caplog.messages)
+        assert "moment_jax: compiling the pass of Net" in caplog.messages
 
 
 def test_every_long_call_shows_a_bar_where_it_is_asked_for(capsys):

@@ -73,7 +73,14 @@ def data(
         check(same, f"held-out inputs like the others, {needed}", got)
         inputs = tuple(cast)
     two = tuple(jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype) for x in inputs)
-    found = inference_output(caller, network, two, {})
+    try:
+        found = inference_output(caller, network, two, {})
+    except (TypeError, ValueError) as error:
+        own = str(error).startswith(f"`{caller}`")
+        came = f"inputs of shape {' and '.join(str(x.shape) for x in inputs)}, targets {y.shape}"
+        mend = f"The network raised: {error}"
+        check(own, "inputs that its network takes, before their targets", came, mend)
+        raise
     shape: Any = getattr(found, "shape", ())
     kind = getattr(found, "dtype", int)
     right = len(shape) >= 2 and shape[0] == 2 and jnp.issubdtype(kind, jnp.floating)

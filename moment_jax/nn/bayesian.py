@@ -330,7 +330,12 @@ class Bayesian(Module):
             _, found = plan(fn, model.beliefs, one, self.structure, self.landmarks)
             steps.extend(found.steps.values())
 
-        jax.eval_shape(run, state, inputs)
+        try:
+            jax.eval_shape(run, state, inputs)
+        except Exception as error:
+            fn, known = as_function(self, options), mean_params(self.beliefs)
+            explain_batch(lambda x: fn(known, *x), inputs, options, self.batch_axes, error)
+            raise
         known = (
             "is the network" if is_held(self) else "was not compared with it yet: model.check(x)"
         )

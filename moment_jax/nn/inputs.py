@@ -33,6 +33,10 @@ def check_inputs(inputs: tuple[Any, ...], axes: int, structure: type[Covariance]
             raise TypeError(
                 f"A Bayesian model needs NumPy or JAX arrays. Got {type(x).__name__}. Use np.asarray(x)."
             )
+        if isinstance(x, np.ndarray) and x.dtype.kind in "OSUM":
+            raise TypeError(
+                f"A Bayesian model needs arrays of numbers. Got {x.dtype}. Encode categories and text."
+            )
     for x, cov in (x for x in inputs if is_random_input(x)):
         width = (1, *x.shape[axes:])[-1]
         wanted = (*x.shape[:axes], math.prod(x.shape[axes:]) // width, width)

@@ -224,6 +224,12 @@ def test_mistakes_are_named():
             r"Got tuple\. Give an object",
         ),
         (lambda: mj.fit(network, mj.Categorical, (X, LABELS)), r"Got <class .*Give an object"),
+        (
+            lambda: mj.fit(network, mj.Gaussian(), (X[:, :1], X)),
+            r"before their targets. Got inputs",
+        ),
+        (lambda: model.predict(X.astype(object)), "numbers. Got object. Encode"),
+        (lambda: model.explain(X, foo=1), "Got foo, which it does not take"),
         (lambda: model.predict(X, return_std=True), r"Got return_std, which it does not take"),
         (lambda: mj.Bayesian(network, beliefs={"layer": {}}), "Got the key 'layer'"),
         (lambda: model(X).mean + model(X).cov.sd(), r"broadcast.*Use moments\.sd"),
