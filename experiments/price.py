@@ -175,7 +175,8 @@ def model_of(name: str, part: Part, shape: Shape) -> Any:
     network = part(shape, nnx.Rngs(0))
     if name == PLAIN:
         return network
-    return mj.Bayesian(network, structure=mj.STRUCTURES.get(name, mj.Separable))
+    structure = mj.STRUCTURES.get(name, mj.Separable)
+    return mj.Bayesian(network, structure=structure, verify=False)  # in programs of its own
 
 
 def forward_of(name: str, part: Part, shape: Shape) -> Callable[..., Any]:
