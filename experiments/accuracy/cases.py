@@ -265,7 +265,9 @@ class _Reader(NamedTuple):
             widths.append(layers[i]["bias"].shape[0])
         truth = self.truth("mc_mean", "mc_std", None, widths[-1], most=len(inputs))
         inputs, *parts = (x[: len(truth.mean), None, :] for x in (inputs, *truth))
-        model = mj.Bayesian(mj.nn.MLP(widths, rngs=nnx.Rngs(0)), beliefs={"layers": layers})
+        model = mj.Bayesian(
+            mj.nn.MLP(widths, rngs=nnx.Rngs(0)), beliefs={"layers": layers}, verify=False
+        )
         return Case(self.path.stem, model, inputs, Truth(*parts), None)
 
     def encoder(self) -> Case:
@@ -290,7 +292,7 @@ class _Reader(NamedTuple):
             logits = self.truth("logit_mean", "logit_std", len(rows), classes, most=len(rows))
         hidden = beliefs["blocks"][0]["hidden"]["bias"].shape[0]
         sizes = len(beliefs["blocks"]), width, heads, hidden, classes
-        model = mj.Bayesian(Blocks(*sizes, rngs=nnx.Rngs(0)), beliefs=beliefs)
+        model = mj.Bayesian(Blocks(*sizes, rngs=nnx.Rngs(0)), beliefs=beliefs, verify=False)
         return Case(self.path.stem, model, rows, truth, logits)
 
     def dense(

@@ -51,7 +51,7 @@ class Classifier(nnx.Module):
         beliefs["blocks"] = jax.tree.map(
             lambda w: mj.posterior.Factorized(w, jnp.full_like(w, START_SD**2)), beliefs["blocks"]
         )
-        self.model = mj.Bayesian(network, beliefs=beliefs)
+        self.model = mj.Bayesian(network, beliefs=beliefs, verify=False)  # set beside samples
 
     def embedded(self, images: Array) -> Array:
         """The blocks' input, (N, T, D)."""
