@@ -16,9 +16,6 @@ from moment_jax.optim.adaptation import LastStep, Number, Schedule, check_range,
 from moment_jax.optim.blocks import Blocks, Matrices
 from moment_jax.optim.curvature import Factors
 
-FIRST_WINDOW = 5  # steps of the first averages of factors, which grow by GROWTH with each step
-GROWTH = 0.1
-
 
 class SecondOrderState(NamedTuple):
     """State of `scale_by_kfac` and `scale_by_cg_fac`."""
@@ -32,7 +29,7 @@ class SecondOrderState(NamedTuple):
 
 
 def scale_by_kfac(
-    *, blocks: Blocks, damping: Number | Schedule = 3e-4, decay: Number = 0.98,
+    *, blocks: Blocks, damping: Number | Schedule = 3e-4, decay: Number = 0.96,
     curvature_every: int | Array = 5, refresh_every: int | Array = 5,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The direction (A + ..)^-1 grad (G + ..)^-1 of K-FAC.
@@ -50,9 +47,8 @@ def scale_by_kfac(
         `optax.partition`; `optax.masked` would add their raw gradients to them.
       damping: gamma, a number or a schedule; that of `adapt_damping` takes its place. Far above most
         eigenvalues of F, the step is that of gradient descent.
-      decay: of the running averages of the factors, for each step, also those without curvature; 0 to
-        use each batch on its own. At first it is .8, and the averages reach back 5 steps; by .98 they
-        come to 50 after 450 steps, since a young network changes fast.
+      decay: of the running averages of the factors, for each step, also those without curvature: .96
+        reaches back 25 steps. 0 to use each batch on its own.
       curvature_every: steps between new curvature, for `curvature_due`; the first few steps all have it.
       refresh_every: steps between inversions; the first intervals are 1, 2, 4, ... steps.
 
@@ -69,7 +65,7 @@ def scale_by_kfac(
 
 def scale_by_cg_fac(
     *, blocks: Blocks, damping: Number | Schedule = 3e-4, max_iterations: int | Array = 5,
-    tolerance: Number = 0.1, precondition: bool = True, decay: Number = 0.98,
+    tolerance: Number = 0.1, precondition: bool = True, decay: Number = 0.96,
     curvature_every: int | Array = 5, refresh_every: int | Array = 5,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The direction x of (F + damping I) x = grad, by conjugate gradients: F is not formed or inverted.
@@ -117,7 +113,7 @@ def _scale_by_curvature(
     def update(updates: Any, state: SecondOrderState, params: Any = None, **extra: Any) -> Any:
         groups = blocks.groups_of(updates, given)
         new, finite = blocks.stack_factors(groups, extra.get("factors"))
-        kept = jnp.minimum(decay, 1 - 1 / (FIRST_WINDOW + GROWTH * state.steps)) ** (state.age + 1)
+        kept = jnp.asarray(decay, jnp.float32) ** (state.age + 1)
         factors = curvature.averaged(state.factors, new, kept, finite)
         fresh = finite & jnp.any(jnp.stack([factor.weight > 0 for factor in new.values()]))
         known = jnp.all(jnp.stack([factor.weight > 0 for factor in factors.values()]))
@@ -192,7 +188,7 @@ def curvature_due(state: Any) -> Array:
 def kfac(
     learning_rate: Number | Schedule = 1.0, *, blocks: Blocks,
     damping: Number | Schedule | None = None, kl_bound: Number | Schedule | None = None,
-    momentum: Number = 0.8, weight_decay: Number = 0.0, decay: Number = 0.98,
+    momentum: Number = 0.8, weight_decay: Number = 0.0, decay: Number = 0.96,
     curvature_every: int | Array = 5, refresh_every: int | Array = 5,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Kronecker-factored approximate curvature, without tuning.
@@ -226,7 +222,7 @@ def cg_fac(
     learning_rate: Number | Schedule = 1.0, *, blocks: Blocks,
     damping: Number | Schedule | None = None, kl_bound: Number | Schedule | None = None,
     momentum: Number = 0.8, weight_decay: Number = 0.0, max_iterations: int | Array = 5,
-    tolerance: Number = 0.1, precondition: bool = True, decay: Number = 0.98,
+    tolerance: Number = 0.1, precondition: bool = True, decay: Number = 0.96,
     curvature_every: int | Array = 5, refresh_every: int | Array = 5,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The natural gradient by conjugate gradients: `kfac` with `scale_by_cg_fac` in its chain.
