@@ -202,8 +202,9 @@ def kfac(
     folder.
 
     What the chain adds:
-      learning_rate: a number or a schedule. An adapted bound compensates for much of a decreasing rate;
-        for steps that fall to zero give a schedule of `kl_bound` too.
+      learning_rate: a number or a schedule; a schedule after the chain would also shorten what a step is
+        taken back by. An adapted bound compensates for much of a decreasing rate; for steps that fall to
+        zero give a schedule of `kl_bound` too. Where it is negative, steps are zero.
       damping: a number or a schedule; None adapts it by `adapt_damping`.
       kl_bound: of 1/2 step^T (F + damping I) step, nats per example: a number (infinite for none) or a
         schedule; None adapts it by `trust_region`, assuming a learning rate of 1. Blocks ignore
@@ -245,9 +246,12 @@ def _chain(
     check_range(name, learning_rate=learning_rate, kl_bound=kl_bound, weight_decay=weight_decay)
     check_range(name, below=1, momentum=momentum)
 
+    def rate_at(count: Array) -> Array:
+        return jnp.maximum(current(learning_rate, count), 0)
+
     def of_direction(count: Array) -> Array:
         """The bound of a direction that is within `kl_bound` after scaling by the learning rate."""
-        rate = current(learning_rate, count)
+        rate = rate_at(count)
         return current(kl_bound, count) / jnp.where(rate == 0, 1, rate) ** 2
 
     direction = adaptation.trust_region(direction, None if kl_bound is None else of_direction)
@@ -255,7 +259,7 @@ def _chain(
         adaptation.adapt_damping(direction) if damping is None else direction,
         optax.ema(momentum),
         optax.add_decayed_weights(weight_decay),
-        optax.scale_by_learning_rate(learning_rate),
+        optax.scale_by_learning_rate(rate_at if callable(learning_rate) else learning_rate),
         # A rate that is an array widens narrow steps, and a step left out is as narrow as gradients.
         optax.stateless_with_tree_map(lambda step, param: step.astype(param.dtype)),
     )
@@ -276,6 +280,7 @@ def for_model(
       model: an NNX module, an `mj.Bayesian`, or a module of such; `nnx.eval_shape` of it is enough.
       method: called as method(blocks=...): `kfac` (default), `cg_fac`, or a functools.partial of either.
       others: None for Adam with a learning rate of 1e-2, fast enough for positions to follow the layers.
+        Gradients that are not finite are zero to it.
         The spreads of a Bayesian model start far from where they end: give `optax.adam(0.1)`.
       wrt: filter of the trained parameters.
 
@@ -297,5 +302,6 @@ def for_model(
             lambda path, _: "layers" if blocks.path_name(path) in in_layers else "others", params
         )
 
-    parts = {"layers": method(blocks=found), "others": others or optax.adam(1e-2)}
-    return optax.partition(parts, label)
+    finite = optax.stateless_with_tree_map(lambda grad, _: jnp.where(jnp.isfinite(grad), grad, 0))
+    rest = optax.chain(finite, others or optax.adam(1e-2))
+    return optax.partition({"layers": method(blocks=found), "others": rest}, label)

@@ -157,6 +157,11 @@ def test_schedules_are_followed():
         v = matrix(updates)[None]
         sizes.append(float(quadratic_form(factors["layer"], v) + damping * np.sum(v**2)) / 2)
     assert sizes[2] == 0
+    negative = optim.kfac(lambda step: 1.0 - step, blocks=BLOCKS)
+    state = negative.init(params)
+    for _ in range(3):
+        updates, state = jax.jit(negative.update)(grads, state, params, factors=factors)
+    assert nothing(updates)
     assert 3e-3 < sizes[0] <= 1.2e-2  # of factored damping, so not exactly
     np.testing.assert_allclose(sizes[1] / sizes[0], 1e-2, rtol=0.1)
 
