@@ -244,12 +244,14 @@ def current(setting: Number | Schedule | None, count: Array) -> Array:
 def check_range(
     name: str, least: float = 0, below: float | None = None, whole: bool = False, **settings: Any
 ) -> None:
-    """Raise unless known numbers lie in a range; schedules and traced values are not checked."""
-    for what, value in settings.items():
-        if value is None or callable(value) or isinstance(value, jax.core.Tracer):
+    """Raise unless known numbers lie in a range, those of schedules at their first two steps."""
+    for what, known in settings.items():
+        if callable(known):
+            with jax.ensure_compile_time_eval():
+                known = jnp.stack([current(known, jnp.int32(step)) for step in range(2)])
+        if known is None or isinstance(known, jax.core.Tracer):
             continue
-        known = np.asarray(value)
-        inside = (known >= least) & (below is None or known < below)
+        inside = (np.asarray(known) >= least) & (below is None or np.asarray(known) < below)
         if not np.all(inside & (not whole or known == np.round(known))):
             also = f" and < {below}" if below is not None else ", whole" if whole else ""
-            raise ValueError(f"`{name}` needs {what} >= {least}{also}. Got {value}.")
+            raise ValueError(f"`{name}` needs {what} >= {least}{also}. Got {known}.")

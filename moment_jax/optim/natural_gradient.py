@@ -16,9 +16,6 @@ from moment_jax.optim.adaptation import LastStep, Number, Schedule, check_range,
 from moment_jax.optim.blocks import Blocks, Matrices
 from moment_jax.optim.curvature import Factors
 
-FIRST_WINDOW = 5  # steps of the first averages of factors, which grow by GROWTH with each step
-GROWTH = 0.1
-
 
 class SecondOrderState(NamedTuple):
     """State of `scale_by_kfac` and `scale_by_cg_fac`."""
@@ -32,7 +29,7 @@ class SecondOrderState(NamedTuple):
 
 
 def scale_by_kfac(
-    *, blocks: Blocks, damping: Number | Schedule = 3e-4, decay: Number = 0.98,
+    *, blocks: Blocks, damping: Number | Schedule = 3e-4, decay: Number = 0.96,
     curvature_every: int | Array = 5, refresh_every: int | Array = 5,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The direction (A + ..)^-1 grad (G + ..)^-1 of K-FAC.
@@ -50,9 +47,8 @@ def scale_by_kfac(
         `optax.partition`; `optax.masked` would add their raw gradients to them.
       damping: gamma, a number or a schedule; that of `adapt_damping` takes its place. Far above most
         eigenvalues of F, the step is that of gradient descent.
-      decay: of the running averages of the factors, for each step, also those without curvature; 0 to
-        use each batch on its own. At first it is .8, and the averages reach back 5 steps; by .98 they
-        come to 50 after 450 steps, since a young network changes fast.
+      decay: of the running averages of the factors, for each step, also those without curvature: .96
+        reaches back 25 steps. 0 to use each batch on its own.
       curvature_every: steps between new curvature, for `curvature_due`; the first few steps all have it.
       refresh_every: steps between inversions; the first intervals are 1, 2, 4, ... steps.
 
@@ -69,7 +65,7 @@ def scale_by_kfac(
 
 def scale_by_cg_fac(
     *, blocks: Blocks, damping: Number | Schedule = 3e-4, max_iterations: int | Array = 5,
-    tolerance: Number = 0.1, precondition: bool = True, decay: Number = 0.98,
+    tolerance: Number = 0.1, precondition: bool = True, decay: Number = 0.96,
     curvature_every: int | Array = 5, refresh_every: int | Array = 5,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The direction x of (F + damping I) x = grad, by conjugate gradients: F is not formed or inverted.
@@ -117,7 +113,7 @@ def _scale_by_curvature(
     def update(updates: Any, state: SecondOrderState, params: Any = None, **extra: Any) -> Any:
         groups = blocks.groups_of(updates, given)
         new, finite = blocks.stack_factors(groups, extra.get("factors"))
-        kept = jnp.minimum(decay, 1 - 1 / (FIRST_WINDOW + GROWTH * state.steps)) ** (state.age + 1)
+        kept = jnp.asarray(decay, jnp.float32) ** (state.age + 1)
         factors = curvature.averaged(state.factors, new, kept, finite)
         fresh = finite & jnp.any(jnp.stack([factor.weight > 0 for factor in new.values()]))
         known = jnp.all(jnp.stack([factor.weight > 0 for factor in factors.values()]))
@@ -192,7 +188,7 @@ def curvature_due(state: Any) -> Array:
 def kfac(
     learning_rate: Number | Schedule = 1.0, *, blocks: Blocks,
     damping: Number | Schedule | None = None, kl_bound: Number | Schedule | None = None,
-    momentum: Number = 0.8, weight_decay: Number = 0.0, decay: Number = 0.98,
+    momentum: Number = 0.8, weight_decay: Number = 0.0, decay: Number = 0.96,
     curvature_every: int | Array = 5, refresh_every: int | Array = 5,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Kronecker-factored approximate curvature, without tuning.
@@ -206,8 +202,9 @@ def kfac(
     folder.
 
     What the chain adds:
-      learning_rate: a number or a schedule. An adapted bound compensates for much of a decreasing rate;
-        for steps that fall to zero give a schedule of `kl_bound` too.
+      learning_rate: a number or a schedule; a schedule after the chain would also shorten what a step is
+        taken back by. An adapted bound compensates for much of a decreasing rate; for steps that fall to
+        zero give a schedule of `kl_bound` too. Where it is negative, steps are zero.
       damping: a number or a schedule; None adapts it by `adapt_damping`.
       kl_bound: of 1/2 step^T (F + damping I) step, nats per example: a number (infinite for none) or a
         schedule; None adapts it by `trust_region`, assuming a learning rate of 1. Blocks ignore
@@ -226,7 +223,7 @@ def cg_fac(
     learning_rate: Number | Schedule = 1.0, *, blocks: Blocks,
     damping: Number | Schedule | None = None, kl_bound: Number | Schedule | None = None,
     momentum: Number = 0.8, weight_decay: Number = 0.0, max_iterations: int | Array = 5,
-    tolerance: Number = 0.1, precondition: bool = True, decay: Number = 0.98,
+    tolerance: Number = 0.1, precondition: bool = True, decay: Number = 0.96,
     curvature_every: int | Array = 5, refresh_every: int | Array = 5,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The natural gradient by conjugate gradients: `kfac` with `scale_by_cg_fac` in its chain.
@@ -249,9 +246,12 @@ def _chain(
     check_range(name, learning_rate=learning_rate, kl_bound=kl_bound, weight_decay=weight_decay)
     check_range(name, below=1, momentum=momentum)
 
+    def rate_at(count: Array) -> Array:
+        return jnp.maximum(current(learning_rate, count), 0)
+
     def of_direction(count: Array) -> Array:
         """The bound of a direction that is within `kl_bound` after scaling by the learning rate."""
-        rate = current(learning_rate, count)
+        rate = rate_at(count)
         return current(kl_bound, count) / jnp.where(rate == 0, 1, rate) ** 2
 
     direction = adaptation.trust_region(direction, None if kl_bound is None else of_direction)
@@ -259,7 +259,7 @@ def _chain(
         adaptation.adapt_damping(direction) if damping is None else direction,
         optax.ema(momentum),
         optax.add_decayed_weights(weight_decay),
-        optax.scale_by_learning_rate(learning_rate),
+        optax.scale_by_learning_rate(rate_at if callable(learning_rate) else learning_rate),
         # A rate that is an array widens narrow steps, and a step left out is as narrow as gradients.
         optax.stateless_with_tree_map(lambda step, param: step.astype(param.dtype)),
     )
@@ -280,6 +280,7 @@ def for_model(
       model: an NNX module, an `mj.Bayesian`, or a module of such; `nnx.eval_shape` of it is enough.
       method: called as method(blocks=...): `kfac` (default), `cg_fac`, or a functools.partial of either.
       others: None for Adam with a learning rate of 1e-2, fast enough for positions to follow the layers.
+        Gradients that are not finite are zero to it.
         The spreads of a Bayesian model start far from where they end: give `optax.adam(0.1)`.
       wrt: filter of the trained parameters.
 
@@ -301,5 +302,6 @@ def for_model(
             lambda path, _: "layers" if blocks.path_name(path) in in_layers else "others", params
         )
 
-    parts = {"layers": method(blocks=found), "others": others or optax.adam(1e-2)}
-    return optax.partition(parts, label)
+    finite = optax.stateless_with_tree_map(lambda grad, _: jnp.where(jnp.isfinite(grad), grad, 0))
+    rest = optax.chain(finite, others or optax.adam(1e-2))
+    return optax.partition({"layers": method(blocks=found), "others": rest}, label)

@@ -16,14 +16,17 @@ from flax import nnx
 import moment_jax as mj
 from moment_jax.optim.blocks import flatten
 from tests.optim.networks import (
+    CLASSES,
     Perceptron,
     bayesian_loss,
     bayesian_mlp,
     bayesian_vit,
     capture,
+    classify,
     dense_batch,
     pure,
 )
+from tests.optim.test_capture import Deep
 
 optim = mj.optim
 SIZES = (3, 3, 3)  # layers of one shape are one group, and half of the program
@@ -84,6 +87,20 @@ def test_chains_and_gradient_accumulation():
     first, second = steps(multi, 2)
     assert nothing(first)
     equal(second, jax.tree.map(lambda u, p: u - 0.1 * p, alone(), pieces()[0]))
+
+
+def test_a_schedule_on_top_is_one_of_the_rate():
+    free = partial(CG_FAC, **FIXED | {"kl_bound": jnp.inf})
+    rates = optax.warmup_cosine_decay_schedule(0.1, 1.0, 1, 3)
+    on_top = optax.chain(free(1.0), optax.scale_by_schedule(rates))
+    equal(steps(on_top, 4), steps(free(rates), 4))
+
+
+def test_clipped_gradients_take_no_shorter_step():
+    """Where a bound is reached, it sets the length."""
+    bounded = CG_FAC(0.5, **FIXED | {"kl_bound": 1e-7})
+    half = optax.clip_by_global_norm(optax.tree.norm(pieces()[1]) / 2)
+    equal(*(steps(tx) for tx in (optax.chain(half, bounded), bounded)))
 
 
 def test_injected_hyperparameters():
@@ -187,9 +204,85 @@ def test_checkpoints_resume_exactly_and_the_state_may_be_donated(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, update(state), update(restored))
 
 
+class Tied(nnx.Module):
+    """Tokens that are looked up and told apart by one table, computed in bfloat16."""
+
+    def __init__(self):
+        options = {"rngs": nnx.Rngs(0), "dtype": jnp.bfloat16, "param_dtype": jnp.float32}
+        self.table, self.layer = nnx.Embed(8000, 4, **options), nnx.Linear(4, 4, **options)
+
+    def __call__(self, ids):
+        return self.table.attend(jnp.tanh(self.layer(self.table(ids))))
+
+
+class Adapted(nnx.Module):
+    """A layer with a product of low rank beside it, and an offset that belongs to no layer."""
+
+    def __init__(self):
+        self.layer = Perceptron()
+        self.low_rank = Perceptron(sizes=(4, 2, CLASSES))
+        self.offset = nnx.Param(jnp.zeros((1, CLASSES)))
+
+    def __call__(self, x):
+        return self.layer(x) + self.low_rank(x) + self.offset[...]
+
+
+def training(model, wrt=nnx.Param):
+    """A step (*batch) -> loss by `for_model`, and its optimiser."""
+    optimizer = nnx.Optimizer(model, optim.for_model(model, wrt=wrt), wrt=wrt)
+
+    @nnx.jit
+    def step(model, optimizer, *batch):
+        due = optim.curvature_due(optimizer.opt_state)
+        compute = optim.value_grad_and_factors(classify, wrt=wrt)
+        value, grads, factors = compute(model, *batch, when=due)
+        optimizer.update(model, grads, factors=factors, value=value)
+        return value
+
+    return partial(step, model, optimizer), optimizer
+
+
+def sizes(tree):
+    return {leaf.size for leaf in jax.tree.leaves(tree) if hasattr(leaf, "size")}
+
+
+CASES = {
+    "tied": (Tied, nnx.Param, (jnp.array([[5, 7999, 40]]), jnp.array([[7, 5, 6000]]))),
+    "low_rank": (Adapted, nnx.PathContains("low_rank"), dense_batch(24)),
+    "scanned": (Deep, nnx.Param, dense_batch()),
+    "one_example": (Perceptron, nnx.Param, dense_batch(1)),
+}
+
+
+@pytest.mark.parametrize(("create", "wrt", "batch"), CASES.values(), ids=CASES)
+def test_networks_that_people_have(create, wrt, batch):
+    """The loss falls by what the filter lets move, and a table of 8,000 rows has no matrix of them."""
+    model = create()
+    before = {path: np.asarray(x) for path, x in flatten(pure(model)).items()}
+    step, optimizer = training(model, wrt)
+    values = [float(step(*batch)) for _ in range(20)]
+    assert values[-1] < 0.9 * values[0]
+    moved = {path for path, x in flatten(pure(model)).items() if np.any(x != before[path])}
+    assert moved == set(flatten(nnx.as_pure(nnx.state(model, wrt))))
+    assert max(sizes(nnx.state(optimizer))) <= 8000 * 4
+
+
+def test_a_batch_with_nan_is_left_out():
+    """And counted, the first one apart, before which there is no step to take back."""
+    model, (x, labels) = Adapted(), dense_batch(24)
+    step, optimizer = training(model)
+    values = [float(step(jnp.where(i in (0, 4), jnp.nan, x), labels)) for i in range(16)]
+    assert np.flatnonzero(np.isnan(values)).tolist() == [0, 4]
+    assert values[-1] < 0.9 * values[1]
+    assert [optax.tree.get(optimizer.opt_state, k) for k in ("total_notfinite", "taken_back")] == [
+        1,
+        1,
+    ]
+
+
 DEVICES = """
 import jax
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 import jax.numpy as jnp, numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -199,15 +292,23 @@ from tests.optim.networks import Perceptron, classify
 mesh = Mesh(np.array(jax.devices()), ("data",))
 x = jax.random.normal(jax.random.key(0), (8, 4)); y = jnp.arange(8) % 3
 spread = [jax.device_put(a, NamedSharding(mesh, P("data"))) for a in (x, y)]
-compute = nnx.jit(mj.optim.value_grad_and_factors(classify))
-results = [compute(Perceptron(), *batch, key=jax.random.key(1))[2] for batch in ((x, y), spread)]
-for a, b in zip(*map(jax.tree.leaves, results)):
+def run(*batch):
+    model = Perceptron()
+    optimizer = nnx.Optimizer(model, mj.optim.for_model(model), wrt=nnx.Param)
+    @nnx.jit
+    def step(model, optimizer):
+        compute = mj.optim.value_grad_and_factors(classify)
+        value, grads, factors = compute(model, *batch, key=jax.random.key(1))
+        optimizer.update(model, grads, factors=factors, value=value)
+        return factors
+    return [step(model, optimizer) for _ in range(3)], nnx.state(model)
+for a, b in zip(*map(jax.tree.leaves, (run(x, y), run(*spread)))):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
     assert b.sharding.is_fully_replicated
 """
 
 
-def test_data_parallel_factors_are_reduced_by_the_compiler():
+def test_steps_on_eight_devices_are_those_on_one():
     done = subprocess.run(
         [sys.executable, "-c", DEVICES],
         env={**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},

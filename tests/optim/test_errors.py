@@ -88,6 +88,7 @@ VALUE_ERRORS = [
     (partial(KFAC, kl_bound=-1.0), "kl_bound >= 0"),
     (partial(KFAC, damping=float("nan")), "damping >= 0"),
     (partial(KFAC, -0.1), "learning_rate >= 0. Got -0.1"),
+    (partial(KFAC, lambda step: -0.1 * step), r"learning_rate >= 0. Got \[ ?-?0.  -0.1\]"),
     (partial(KFAC, damping=jnp.float32(-1)), "damping >= 0"),
     (partial(CG_FAC, curvature_every=1.5), "curvature_every >= 1, whole. Got 1.5"),
     (partial(optim.adapt_damping, KFAC(), initial=-1.0), "initial >= 0"),
