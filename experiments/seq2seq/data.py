@@ -28,8 +28,8 @@ FUTURE = DAY
 SHARES = (0.6, 0.2)
 """The shares of the year to train and to validate; the rest is to test."""
 MISSING = (
-    "seq2seq takes its temperatures from vega_datasets; pip install 'moment_jax[forecast]' (or only the "
-    "package: pip install --no-deps vega_datasets)"
+    "seq2seq takes its temperatures from vega_datasets; pip install 'moment_jax[experiments]' (or only "
+    "the package: pip install --no-deps vega_datasets)"
 )
 START = datetime.datetime(2010, 1, 1)
 

@@ -114,5 +114,5 @@ def test_the_whole_with_a_shallow_network(tmp_path, monkeypatch, refused):
 
 def test_a_missing_package_is_named_with_its_mend(refused, monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    refused(["seq2seq", "--out", tmp_path], "moment_jax[forecast]")
+    refused(["seq2seq", "--out", tmp_path], "moment_jax[experiments]")
     assert not list(tmp_path.iterdir())
