@@ -56,7 +56,7 @@ from moment_jax.objectives import Bernoulli, Categorical, Gaussian, Heteroscedas
 from moment_jax.propagation import PropagationError, linearised, propagate, propagation_rule
 from moment_jax.reference import monte_carlo
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "STRUCTURES", "AttentionParams", "Bayesian", "Bernoulli", "Categorical", "Covariance",

@@ -22,6 +22,7 @@ ROOT = HERE.parents[1]
 GUIDES = {
     "Start": "README.md",
     "Your trained model": "moment_jax/inference/README.md",
+    "A table": "experiments/uci/README.md",
     "Training from scratch": "moment_jax/nn/README.md",
     "Noise that you know": "experiments/rounding/README.md",
     "Second order": "moment_jax/optim/README.md",
