@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from experiments.command_line import InputError
 from experiments.uci.sets import RegressionSet
 
 FRAMES = {"cars": ("cars.json", "Miles_per_Gallon"), "weather": ("seattle-weather.csv", "temp_max")}
@@ -15,14 +14,9 @@ SHARE = 0.1  # of the rows, to test on
 
 def read_frame(name: str, splits: int) -> RegressionSet:
     """Splits by chance; x is a DataFrame (N, D), in the order of its dates."""
-    try:
-        import pandas as pd
-        from vega_datasets import data
-    except ModuleNotFoundError as error:
-        raise InputError(
-            f"{name} needs the package {error.name}; pip install 'moment_jax[experiments]', or name "
-            "files by --data-dir"
-        ) from error
+    import pandas as pd
+    from vega_datasets import data
+
     file, target = FRAMES[name]
     path = Path(data.cars.filepath).with_name(file)
     frame = pd.read_json(path) if path.suffix == ".json" else pd.read_csv(path)
