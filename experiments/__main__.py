@@ -55,20 +55,20 @@ def _run(arguments: list[str]) -> None:
         name = arguments.pop(0)
     if name not in COMMANDS:
         raise InputError(f"there is no experiment {name!r}; take one of {', '.join(COMMANDS)}")
+    listing = "\n".join(f"  {other:11s} {what}" for other, what in COMMANDS.items())
     try:
         experiment = importlib.import_module(f"experiments.{name}")
+        parser = Parser(
+            prog=f"python -m experiments {name}",
+            description=experiment.__doc__,
+            epilog=f"experiments (python -m experiments NAME --help explains each):\n{listing}",
+        )
+        experiment.add_arguments(parser)
+        experiment.run(parser.parse_args(arguments))
     except ModuleNotFoundError as error:
         raise InputError(
             f"{name} needs the package {error.name}; pip install 'moment_jax[experiments]'"
         ) from error
-    listing = "\n".join(f"  {other:11s} {what}" for other, what in COMMANDS.items())
-    parser = Parser(
-        prog=f"python -m experiments {name}",
-        description=experiment.__doc__,
-        epilog=f"experiments (python -m experiments NAME --help explains each):\n{listing}",
-    )
-    experiment.add_arguments(parser)
-    experiment.run(parser.parse_args(arguments))
 
 
 def _keep_compiled_programs(arguments: list[str]) -> None:

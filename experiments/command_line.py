@@ -66,9 +66,9 @@ class Parser(argparse.ArgumentParser):
         """A folder."""
         self.option(name, None if default is None else Path(default), what, path, "DIR")
 
-    def sets(self, what: str, default: str) -> None:
+    def sets(self, what: str, default: str, *, required: bool = True) -> None:
         """`--data-dir DIR` and `--set NAME ...`, to be found by `named_files`."""
-        self.add_argument("--data-dir", type=path, required=True, metavar="DIR", help=what)
+        self.add_argument("--data-dir", type=path, required=required, metavar="DIR", help=what)
         what = f"which files, by their names without the ending (default: {default})"
         self.add_argument("--set", nargs="+", metavar="NAME", help=what)
 
@@ -143,10 +143,15 @@ def named_files(args: argparse.Namespace, ending: str) -> list[Path]:
     there = sorted(path.stem for path in folder.glob(f"*{ending}"))
     if not there:
         raise InputError(f"--data-dir {folder} holds no {ending} files; see --help")
+    return [folder / f"{name}{ending}" for name in chosen(names, there, folder)]
+
+
+def chosen(names: list[str] | None, there: Iterable[str], place: Any) -> list[str]:
+    """What --set names of the sets in a place, each once; all without names."""
     for name in names or ():
         if name not in there:
-            raise InputError(f"--set {name} is not in {folder}; take one of {', '.join(there)}")
-    return [folder / f"{name}{ending}" for name in dict.fromkeys(names or there)]
+            raise InputError(f"--set {name} is not in {place}; take one of {', '.join(there)}")
+    return list(dict.fromkeys(names or there))
 
 
 def writable_folder(path: Path, option: str) -> Path:

@@ -52,18 +52,18 @@ from moment_jax.layers import (
     softmax,
 )
 from moment_jax.nn.bayesian import Bayesian
-from moment_jax.objectives import Bernoulli, Categorical, Gaussian
+from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
 from moment_jax.propagation import PropagationError, linearised, propagate, propagation_rule
 from moment_jax.reference import monte_carlo
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "STRUCTURES", "AttentionParams", "Bayesian", "Bernoulli", "Categorical", "Covariance",
     "DecoderBlockParams", "DenseParams", "Diagonal", "EncoderBlockParams", "FeedForwardParams",
-    "Full", "Gaussian", "Moments", "NormParams", "PropagationError", "Separable", "__version__",
-    "activation", "attention", "brownian", "calibrate", "cross_attention", "decoder_block",
-    "decoding", "dense", "discrete", "embedding", "encoder_block", "expectations",
+    "Full", "Gaussian", "HeteroscedasticGaussian", "Moments", "NormParams", "PropagationError",
+    "Separable", "__version__", "activation", "attention", "brownian", "calibrate", "cross_attention",
+    "decoder_block", "decoding", "dense", "discrete", "embedding", "encoder_block", "expectations",
     "feed_forward", "fit", "gelu", "inference", "laplace", "layer_norm", "linearised", "matmul",
     "mean_pool", "monte_carlo", "nn", "objectives", "optim", "parallel", "posterior",
     "propagate", "propagation_rule", "reference", "register_fields", "relu", "rms_norm",

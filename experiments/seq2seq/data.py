@@ -8,9 +8,7 @@ part has seen.
 from __future__ import annotations
 
 import datetime
-import importlib.util
 import itertools
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from experiments.command_line import InputError
 from experiments.data import batch_indices
 
 DAY = 24
@@ -27,10 +24,6 @@ PAST = PAST_DAYS * DAY
 FUTURE = DAY
 SHARES = (0.6, 0.2)
 """The shares of the year to train and to validate; the rest is to test."""
-MISSING = (
-    "seq2seq takes its temperatures from vega_datasets; pip install 'moment_jax[forecast]' (or only the "
-    "package: pip install --no-deps vega_datasets)"
-)
 START = datetime.datetime(2010, 1, 1)
 
 
@@ -76,19 +69,13 @@ class Tokens(NamedTuple):
 
 
 def load() -> Series:
-    """Read the file inside the package (nothing is downloaded, and pandas is not needed)."""
-    found = importlib.util.find_spec("vega_datasets")  # not imported, for that imports pandas
-    if found is None or not found.submodule_search_locations:
-        raise InputError(MISSING)
-    try:
-        file = Path(found.submodule_search_locations[0]) / "_data" / "seattle-temps.csv"
-        rows = np.loadtxt(file, str, delimiter=",", skiprows=1)
-    except OSError as error:
-        raise InputError(f"{MISSING}; the installed one has no seattle-temps.csv") from error
-    hours = np.char.replace(rows[:, 0], "/", "-").astype("datetime64[h]") - np.datetime64(
-        START, "h"
-    )
-    return Series(hours.astype(int), rows[:, 1].astype(float))
+    """Read the file inside the package; nothing is downloaded."""
+    import pandas as pd
+    from vega_datasets import data
+
+    frame = pd.read_csv(data.seattle_temps.filepath, parse_dates=["date"])
+    hours = (frame["date"] - START) // pd.Timedelta(hours=1)
+    return Series(hours.to_numpy(int), frame["temp"].to_numpy(float))
 
 
 def windows(series: Series, first: int, last: int) -> Windows:

@@ -56,7 +56,7 @@ def bayesian_forecaster(structure: str, num_calendar: int, seed: int) -> mj.Baye
     """A forecaster with all weights random, its prior scales learned."""
     network = Forecaster(num_calendar, nnx.Rngs(seed))
     options = {"structure": mj.STRUCTURES[structure], "learn_prior": True, **BELIEF}
-    return mj.Bayesian(network, mj.objectives.HeteroscedasticGaussian(), **options)
+    return mj.Bayesian(network, mj.HeteroscedasticGaussian(), **options)
 
 
 def task(

@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 from jax.scipy import stats
+from sklearn.ensemble import GradientBoostingRegressor
 from sklearn.gaussian_process import GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, ConstantKernel, WhiteKernel
 from sklearn.pipeline import make_pipeline
@@ -29,16 +30,18 @@ RATES = (0.005, 0.01, 0.05, 0.1)  # of MC dropout, those of the published search
 FACTORS = np.geomspace(1 / 16, 16, 17)  # on its noise variance
 VALIDATION = 0.2  # share of the training rows on which both are chosen
 LEARNING_RATE = 0.02
+NORMAL = 1.6449  # half a 90 % interval of N(0, 1)
 
 Part = tuple[np.ndarray, np.ndarray]  # rows (N, D) and targets (N,)
 
 
 class Answer(NamedTuple):
-    """Of the test rows: log densities of the targets and their expectations, (N,)."""
+    """Of the test rows: log densities of the targets, expectations, 90 % intervals, (N,)."""
 
     log_density: np.ndarray
     mean: np.ndarray
     told: dict[str, float]
+    interval: tuple[np.ndarray, np.ndarray] | None = None
 
 
 def evidence(likelihood: Any, outputs: int) -> Callable[[Part, Part, int, int], Answer]:
@@ -51,8 +54,9 @@ def evidence(likelihood: Any, outputs: int) -> Callable[[Part, Part, int, int], 
         prediction = model.predict(test[0])
         told = {"log_evidence": np.mean([x.log_evidence for x in found.evidence])}
         told["parameters"] = np.mean([x.effective_parameters for x in found.evidence])
-        log_density = prediction.log_prob(test[1][:, None])
-        return Answer(np.asarray(log_density), np.asarray(prediction.mean[:, 0]), told)
+        log_density = np.asarray(prediction.log_prob(test[1][:, None]))
+        low, high = (np.asarray(end[:, 0]) for end in prediction.interval(0.9))
+        return Answer(log_density, np.asarray(prediction.mean[:, 0]), told, (low, high))
 
     return answer
 
@@ -62,7 +66,19 @@ def process(train: Part, test: Part, seed: int, steps: int) -> Answer:
     kernel = ConstantKernel() * RBF(np.ones(train[0].shape[1])) + WhiteKernel()
     of = GaussianProcessRegressor(kernel, normalize_y=True, random_state=seed)
     mean, sd = make_pipeline(StandardScaler(), of).fit(*train).predict(test[0], return_std=True)
-    return Answer(np.asarray(stats.norm.logpdf(test[1], mean, sd)), mean, {})
+    log_density = np.asarray(stats.norm.logpdf(test[1], mean, sd))
+    return Answer(log_density, mean, {}, (mean - NORMAL * sd, mean + NORMAL * sd))
+
+
+def quantiles(train: Part, test: Part, seed: int, steps: int) -> Answer:
+    """Boosted trees of three quantiles, which have no density."""
+    low, median, high = (
+        GradientBoostingRegressor(loss="quantile", alpha=q, random_state=seed)
+        .fit(*train)
+        .predict(test[0])
+        for q in (0.05, 0.5, 0.95)
+    )
+    return Answer(np.full(len(low), np.nan), median, {}, (low, high))
 
 
 class Noisy(nnx.Module):
@@ -144,13 +160,11 @@ def dropout(outputs: int) -> Callable[[Part, Part, int, int], Answer]:
 
 
 METHODS = {
-    "evidence": (
-        "evidence, noise of the input",
-        evidence(mj.objectives.HeteroscedasticGaussian(), 2),
-    ),
+    "evidence": ("evidence, noise of the input", evidence(mj.HeteroscedasticGaussian(), 2)),
     "evidence_one": ("evidence, one noise", evidence(mj.Gaussian(), 1)),
     "dropout": ("MC dropout", dropout(1)),
     "dropout_noise": ("MC dropout, noise of the input", dropout(2)),
     "process": ("Gaussian process", process),
+    "quantiles": ("boosted quantiles", quantiles),
 }
 """By the names that the command line takes."""

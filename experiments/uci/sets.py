@@ -21,10 +21,10 @@ LEAST = 12  # training rows: fewer cannot also validate
 
 @dataclasses.dataclass(frozen=True)
 class RegressionSet:
-    """One file: features (N, D), targets (N,), and for each split the rows to train on and to test."""
+    """Features (N, D), targets (N,), and for each split the rows to train on and to test."""
 
     name: str
-    x: np.ndarray
+    x: Any  # an array, or a DataFrame
     y: np.ndarray
     train: list[np.ndarray]
     test: list[np.ndarray]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.__main__ import main
-from experiments.uci import classes, methods
+from experiments.uci import frames, methods
 
 
 def arrays(rows=40, count=2):
@@ -45,6 +45,19 @@ def test_bad_folders_and_names_are_told(tmp_path, refused):
     (tmp_path / "a.npz").write_text("no zip")
     refused([*command, "--set", "b"], "take one of a")
     refused(command, "read")
+    refused(["uci", "--set", "b"], "take one of cars, weather")
+
+
+def test_a_table_is_encoded_as_its_training_rows_say():
+    pytest.importorskip("vega_datasets")
+    given = frames.read_frame("cars", 2)
+    train, test = frames.rows(given.x, given.train[0], given.test[0])
+    assert (len(train), len(test)) == (358, 40)
+    assert train.shape[1] == test.shape[1] == 6 + 3 + 1  # numbers, origins, a lost horsepower
+    lost = given.x["Horsepower"].isna().to_numpy()[given.train[0]]
+    column = given.x["Horsepower"].to_numpy()[given.train[0]]
+    assert np.isfinite(train).all()
+    assert np.median(column[~lost]) in train[lost]
 
 
 @pytest.mark.slow
@@ -52,15 +65,13 @@ def test_bad_folders_and_names_are_told(tmp_path, refused):
 def test_the_comparison(tmp_path, monkeypatch):
     monkeypatch.setattr(methods, "HIDDEN", 4)
     monkeypatch.setattr(methods, "NUM_DRAWS", 8)
-    monkeypatch.setattr(classes, "HIDDEN", 4)
-    monkeypatch.delitem(classes.SETS, "breast_cancer")
     np.savez(tmp_path / "a.npz", **arrays())
     command = ["uci", "--data-dir", tmp_path, "--out", tmp_path / "out", "--splits", "2"]
-    command += ["--folds", "2", "--steps", "20", "--dropout-steps", "3"]
+    command += ["--steps", "20", "--dropout-steps", "3"]
     assert main([*map(str, command)]) == 0
     found = json.loads((tmp_path / "out" / "metrics.json").read_text())["sets"]
     assert list(found["a"]) == [name for name, _ in methods.METHODS.values()]
-    for record in found["a"].values():
-        assert np.isfinite(record["nll_of_splits"] + record["rmse_of_splits"]).all()
-    assert list(found["wine"]) == list(classes.METHODS)
-    assert all(0 < record["nll"]["mean"] < 3 for record in found["wine"].values())
+    for name, record in found["a"].items():
+        assert np.isfinite(record["rmse_of_splits"]).all()
+        assert (None in record["nll_of_splits"]) == (name == "boosted quantiles")
+        assert (record["inside"]["mean"] is None) == name.startswith("MC dropout")

@@ -1,0 +1,75 @@
+"""The site: built by its one command, every link of every page leads somewhere, and it opens."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BROWSERS = "chromium", "chromium-browser", "google-chrome"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    pytest.importorskip("pdoc", reason="the site needs pip install 'moment_jax[docs]'")
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, ROOT / ".github" / "site" / "build.py", out]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment())
+    assert told.returncode == 0, told.stderr[-2000:]
+    return out
+
+
+def environment():
+    """The packages of this process, with this copy of the library."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+
+
+class Page(HTMLParser):
+    """The links of a page, and the names that links may lead to."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links, self.names = [], set()
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.names.add(found.get("id"))
+        self.links += [found[key] for key in ("href", "src") if found.get(key)]
+
+
+def test_every_link_leads_to_a_page_and_a_place_in_it(site):
+    pages = {path.resolve(): Page(path) for path in site.rglob("*.html")}
+    lost = []
+    for path, page in pages.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme in ("http", "https", "data"):
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            place = unquote(parts.fragment)
+            if not target.is_file() or (place and place not in pages[target].names):
+                lost.append((path.relative_to(site).as_posix(), link))
+    assert not lost
+    assert {f"moment_jax/{room}.html" for room in ("nn", "optim", "inference")} <= {
+        path.relative_to(site.resolve()).as_posix() for path in pages
+    }
+
+
+def test_a_browser_shows_the_first_page(site, tmp_path):
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"no browser is installed: {', '.join(BROWSERS)}")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+    picture = tmp_path / "first.png"
+    page = (site / "index.html").as_uri()
+    subprocess.run([browser, *options, f"--screenshot={picture}", page], check=True, timeout=120)
+    assert picture.stat().st_size > 20_000  # an empty page has a tenth of that
