@@ -4,7 +4,7 @@ import dataclasses
 import math
 import time
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,8 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from moment_jax.covariance import Diagonal
+from moment_jax.covariance import Diagonal, Moments
+from moment_jax.nn import likelihood as likelihoods
 from moment_jax.nn.inputs import arguments, check_inputs, check_key, with_batch
 from moment_jax.nn.law import EXAMPLES, as_function, hold
 from moment_jax.nn.prediction import run_pass
@@ -26,6 +27,32 @@ ENTRIES = 32  # of an example's output, whose derivatives are taken
 LITTLE = 0.1  # noise at which a network is nearly linear
 MOST = 2**28  # numbers of their gradients
 WRONG = 0.1  # error there that is no rounding
+MATTERS, RELATIVE = 0.02, 0.1  # error of an expected log likelihood: in nats, and of its size
+
+
+class Claim(NamedTuple):
+    """Expected log likelihood of targets, in nats an example: by a pass, and by sampled networks."""
+
+    claimed: float
+    drawn: float
+    error: float  # standard error of `drawn`
+
+    @property
+    def holds(self) -> bool:
+        """Whether the two differ by no more than the noise of sampling, or than matters."""
+        least = max(3 * self.error, MATTERS, RELATIVE * abs(self.drawn))
+        return not abs(self.claimed - self.drawn) > least
+
+    @classmethod
+    def of(cls, model: Any, y: Any, moments: Moments, fits: Array) -> Self:
+        """Of a pass's moments, and of the fits (S, B) of sampled networks."""
+        claimed = likelihoods.expected("check", model.likelihood, y, moments, model.batch_axes)
+        each = fits.mean(axis=1)
+        return cls(*map(float, (claimed.mean(), each.mean(), each.std(ddof=1) / len(each) ** 0.5)))
+
+    def __str__(self) -> str:
+        """As in a check."""
+        return f"{self.claimed:.3g} claimed, {self.drawn:.3g} ± {self.error:.1g} drawn, nats an example"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +67,7 @@ class Check:
     nonlinearity: float  # sampled sd over that of the linearised network - 1, mean
     seconds: float  # of the pass, compiled
     seconds_sampled: float  # of all sampled networks, compiled
+    claim: Claim | None = None  # of targets, if they are given
 
     @property
     def verdict(self) -> str:
@@ -47,6 +75,8 @@ class Check:
         if math.isnan(self.sd_ratio + self.mean_error):
             return "NaN: the pass or a sampled network is not finite; look at inputs and weights"
         right = f"right to {max(self.sd_error, self.noise):.0%}"
+        if self.claim is not None and not self.claim.holds:
+            return f"{right}, but its expected log likelihood is not that of sampled networks"
         if self.linear_error > WRONG:
             off = f"{self.linear_error:.0%} off at a tenth of the noise"
             return f"{right}; {off}, so by the structure's assumptions or a wrong rule"
@@ -55,7 +85,8 @@ class Check:
         return right
 
     def __repr__(self) -> str:
-        """Five lines, the verdict first."""
+        """Five lines, the verdict first; a sixth with targets."""
+        claim = "" if self.claim is None else f"\n  expected log likelihood: {self.claim}"
         return (
             f"Check: {self.verdict}\n"
             f"  sd: {self.sd_ratio:.3f} of the sampled; |ratio - 1| {self.sd_error:.3f}, with sampling "
@@ -64,22 +95,26 @@ class Check:
             f"  linearised: |ratio - 1| {self.linear_error:.3f} at a tenth of the noise; nonlinearity "
             f"{self.nonlinearity:+.3f}\n"
             f"  seconds: {self.seconds:.3g} for the pass, {self.seconds_sampled:.3g} for the sampled"
+            f"{claim}"
         )
 
 
-def checked(model: Any, x: Any, key: Array | None, samples: int, options: dict[str, Any]) -> Check:
+def checked(
+    model: Any, x: Any, key: Array | None, samples: int, y: Any, options: dict[str, Any]
+) -> Check:
     """See `Bayesian.check`."""
     inputs, known = arguments(x), Static(options)
-    (moments, seconds), ((mean, sd), seconds_sampled) = beside_sampled(
-        model, "check", inputs, key, samples, known
+    (moments, seconds), ((mean, sd, fits), seconds_sampled) = beside_sampled(
+        model, "check", inputs, key, samples, known, y
     )
+    claim = None if y is None else Claim.of(model, y, moments, fits)
     varies = np.asarray(sd) != 0  # NaN too, which is told
     ratio = np.asarray(moments.sd / sd)[varies]
     shift = np.asarray(jnp.abs(moments.mean - mean) / sd)[varies]
     linear = _beside_linearised(model, inputs, known, sd)
     return Check(
         float(ratio.mean()), float(np.abs(ratio - 1).mean()), float(shift.mean()),
-        (2 * (samples - 1)) ** -0.5, *linear, seconds, seconds_sampled,
+        (2 * (samples - 1)) ** -0.5, *linear, seconds, seconds_sampled, claim,
     )  # fmt: skip
 
 
@@ -88,7 +123,7 @@ def spread_factors(
 ) -> Array:
     """Factors (C,) from the sds of a pass to sampled ones; their mean where none is known."""
     inputs, known = arguments(x), Static(options)
-    (moments, _), ((_, sampled), _) = beside_sampled(
+    (moments, _), ((_, sampled, _), _) = beside_sampled(
         model, "corrected", inputs, key, samples, known
     )
     sd, sampled = (x[..., None] if x.ndim == model.batch_axes else x for x in (moments.sd, sampled))
@@ -101,9 +136,10 @@ def spread_factors(
 
 
 def beside_sampled(
-    model: Any, caller: str, inputs: Any, key: Array | None, samples: int, known: Static
-) -> list[Any]:
-    """One pass, and mean and sd of sampled networks, each with its seconds, compiled."""
+    model: Any, caller: str, inputs: Any, key: Array | None, samples: int, known: Static,
+    y: Any = None,
+) -> list[Any]:  # fmt: skip
+    """One pass, and sampled networks as `drawn` has them, each with its seconds, compiled."""
     key = jax.random.key(0) if key is None else key
     if any(map(is_random_input, inputs)):
         came = "Got the moments of a random one. Give its mean"
@@ -113,16 +149,15 @@ def beside_sampled(
     if samples < 2:
         raise ValueError(f"`{caller}` needs samples >= 2. Got {samples}.")
     graph, state = nnx.split(model)
-    keys = jax.random.split(key, samples)
 
     def of_state(state: Any) -> Any:
         return run_pass(graph, state, inputs, known=known)
 
-    def drawn(state: Any) -> Any:
-        return _drawn(graph, state, inputs, keys, known=known)
+    def of_draws(state: Any) -> Any:
+        return drawn(graph, state, inputs, y, key, samples=samples, known=known)
 
     found = []
-    for run, what in ((of_state, "the pass"), (drawn, "sampled networks")):
+    for run, what in ((of_state, "the pass"), (of_draws, "sampled networks")):
         with compiling(f"{what} of {model.name} ({model.structure.__name__})"):
             jax.block_until_ready(run(state))
         start = time.perf_counter()
@@ -173,14 +208,21 @@ def _linearised(
     return jax.lax.map(of_example, jax.tree.map(lambda x: x.reshape(-1, *x.shape[axes:]), inputs))
 
 
-@partial(jax.jit, static_argnums=0, static_argnames="known")
-def _drawn(graph: Any, state: Any, inputs: Any, keys: Array, *, known: Static) -> Any:
-    """Mean and sd of the sampled networks' outputs."""
+@partial(jax.jit, static_argnums=0, static_argnames=("samples", "known"))
+def drawn(
+    graph: Any, state: Any, inputs: Any, y: Any, key: Array, *, samples: int, known: Static
+) -> Any:
+    """Mean and sd of sampled networks' outputs, and each one's fit to targets, (S, B), in nats."""
     model: Any = nnx.merge(graph, state)
-    fn = as_function(model, known.value)
+    fn, likelihood = as_function(model, known.value), model.likelihood
 
-    def of_network(key: Array) -> Array:
-        return jnp.asarray(fn(sample_params(model.beliefs, key), *inputs))
+    def of_network(key: Array) -> Any:
+        output = jnp.asarray(fn(sample_params(model.beliefs, key), *inputs))
+        if y is None:
+            return output, None
+        certain = Moments(output, Diagonal(jnp.zeros_like(output)))
+        return output, likelihoods.expected("check", likelihood, y, certain, model.batch_axes)
 
-    outputs = jax.lax.map(of_network, keys, batch_size=min(len(keys), 10))
-    return outputs.mean(axis=0), outputs.std(axis=0, ddof=1)
+    keys = jax.random.split(key, samples)
+    outputs, fits = jax.lax.map(of_network, keys, batch_size=min(samples, 10))
+    return outputs.mean(axis=0), outputs.std(axis=0, ddof=1), fits
