@@ -15,13 +15,15 @@ from flax import nnx
 from jax import Array
 
 from moment_jax import objectives
-from moment_jax.covariance import Covariance
+from moment_jax.covariance import Covariance, Diagonal
 from moment_jax.inference import data as checks
 from moment_jax.inference import standardised
 from moment_jax.inference.training import STEPS_AT_ONCE, Training
 from moment_jax.nn import PriorScale
 from moment_jax.nn import likelihood as likelihoods
 from moment_jax.nn.bayesian import Bayesian
+from moment_jax.nn.check import Claim, drawn
+from moment_jax.nn.static import Static
 from moment_jax.progress import bar
 
 Data = tuple[tuple[np.ndarray, ...], np.ndarray]
@@ -34,6 +36,7 @@ BATCH_SIZES = (32, 64, 128, 256)  # few, so that data of other sizes need no oth
 # Of outputs in a batch: with 300 classes, batches of 64 take a quarter of the time.
 MOST_PAIRS = 2**23
 FEWEST_HELD_OUT = 10
+DRAWS, MORE_DRAWS = 16, 300  # sampled networks: to keep the best state by, to compare the pass with
 
 
 class Course:
@@ -99,8 +102,10 @@ def by_elbo(
             model.noise.set_value(jnp.asarray(2 * np.log(of_targets[1])))
 
     batch = _batch_size(len(targets), shape[-1])
-    if model.verify:  # before a step is made, by the program that predicts held-out data
-        model.predict(*(inputs if held is None else held[0]), batch_size=batch)
+    apart = (inputs, targets) if held is None else held
+    some = np.random.default_rng(seed).permutation(len(apart[1]))[:batch]
+    some = jax.tree.map(lambda x: x[some], apart)
+    model(*some[0])  # before a step is made, the pass is held to the network
 
     warm_up, size = min(round(WARM_UP / learning_rate), max_steps // 2), len(targets)
     batches = _shuffled((inputs, targets), seed, batch)
@@ -116,8 +121,7 @@ def by_elbo(
     for step, state, value in training.run(start, chunk, max_steps):
         loss = float(value)
         if held is not None and math.isfinite(loss):
-            log_probs = training.model(state).log_prob(*held, batch_size=batch)
-            nll = -float(log_probs.sum()) / len(held[1])
+            nll = sampled_nll(training.model(state), held, batch)
         course(step, loss, nll)
         if not math.isfinite(loss) or (held is not None and not math.isfinite(nll)):
             raise ValueError(
@@ -136,7 +140,46 @@ def by_elbo(
             stacklevel=3,
         )
     nnx.update(model, best[0])
+    _compare(model, some)
     return model, converged
+
+
+def sampled_nll(model: Bayesian, data: Data, batch: int) -> float:
+    """NLL of an average of sampled networks, from the same random numbers at each call.
+
+    Not of the pass: training through it goes where it is too sure.
+    """
+    size, found = len(data[1]), []
+    for first in range(0, size, batch):
+        rows = np.arange(first, first + min(batch, size)) % size
+        fits = _fits(model, jax.tree.map(lambda x, rows=rows: x[rows], data), DRAWS)
+        found.append(jax.nn.logsumexp(fits, axis=0) - math.log(DRAWS))
+    return -float(jnp.concatenate(found)[:size].mean())
+
+
+def _fits(model: Bayesian, data: Data, samples: int) -> Array:
+    """Log likelihoods (samples, B) of sampled networks."""
+    keys = jax.random.split(jax.random.key(0), samples)
+    fits: Array = drawn(*nnx.split(model), *data, keys, known=Static({}))[1]
+    return fits
+
+
+def _compare(model: Bayesian, data: Data) -> None:
+    """Warn if sampled networks do not fit one batch as the pass claims."""
+    claim = Claim.of(model, data[1], model(*data[0]), _fits(model, data, MORE_DRAWS))
+    if claim.holds:
+        return
+    owned = [belief.posterior for belief in model.owned.values()]
+    of_noise, of_means = (sum(map(jnp.sum, x)) for x in (
+        [x.marginal_variance() for x in owned], [x.mean**2 for x in owned]
+    ))  # fmt: skip
+    cure = "Train in mj.Separable" if model.structure is Diagonal else "Take fewer steps"
+    warnings.warn(
+        f"`fit`: the pass in {model.structure.__name__} is wrong for this posterior, whose standard "
+        f"deviations are {(of_noise / of_means) ** 0.5:.2g} of the weights' size. Expected log "
+        f"likelihood: {claim}. {cure}, or average networks of model.sample(key).",
+        stacklevel=4,
+    )
 
 
 def _loss(model: Bayesian, data: Any, step: Array) -> Array:

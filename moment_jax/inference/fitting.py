@@ -69,9 +69,9 @@ def fit(
 
     **"elbo"**, for all others: independent Gaussian weights (`Factorized`). The prior scale of each
     array is learned, and so is the noise of `mj.Gaussian()`. Training stops when the negative log
-    predictive density of held-out data has not improved for `patience` times 50 steps, and keeps the
-    best point. In a large network with little data the full ELBO can erase the fit, so points from
-    during the KL's warm-up may be the best.
+    predictive density of held-out data by 16 sampled networks, in which the pass has no say, has not
+    improved for `patience` times 50 steps, and keeps the best point. In a large network with little data
+    the full ELBO can erase the fit, so points from during the KL's warm-up may be the best.
 
     Columns may be in any unit: floating inputs (N, D) and the targets of a Gaussian likelihood are
     brought to mean 0 and standard deviation 1 inside the model, whose network is then a `Standardised`.
@@ -114,8 +114,8 @@ def fit(
 
     Raises:
       TypeError, ValueError: if an argument is invalid, or the training diverges. It warns if `max_steps`
-        ended while the held-out density or the evidence still changed, and of a trained network that
-        cannot take the units.
+        ended while the held-out density or the evidence still changed, if 300 sampled networks do not
+        fit as the pass claims, and of a trained network that cannot take the units.
 
     >>> import moment_jax as mj
     >>> x = np.linspace(-100, 100, 60)[:, None]

@@ -263,9 +263,8 @@ class Bayesian(Module):
           kl_weight: 1 for the bound itself; below 1 for warm-up or a cold posterior.
           options: the network's keyword arguments.
         """
-        likelihood = self._needs_likelihood("elbo")
-        fits = likelihoods.expected(likelihood, y, self(*arguments(x), **options))
-        fits = fits.reshape(*fits.shape[: self.batch_axes], -1).sum(axis=-1).reshape(-1)
+        likelihood, moments = self._needs_likelihood("elbo"), self(*arguments(x), **options)
+        fits = likelihoods.expected("elbo", likelihood, y, moments, self.batch_axes)
         bound = objectives.elbo(fits, self.kl(), dataset_size=dataset_size, kl_weight=kl_weight)
         return bound / dataset_size
 
@@ -274,23 +273,28 @@ class Bayesian(Module):
         return self.predict(*arguments(x), batch_size=batch_size, **options).log_prob(y)
 
     def check(
-        self, x: Any, key: Array | None = None, samples: int = 300, progress: bool | None = None,
+        self, x: Any, key: Array | None = None, samples: int = 300, *, y: Array | None = None,
+        progress: bool | None = None,
         **options: Any,
     ) -> Check:  # fmt: skip
         """Whether the pass is right on this input, and its price beside that of sampled networks.
 
         Three comparisons: without noise the pass has to be the network, or a PropagationError names the
         first operation that is off; at a tenth of the noise its sd is that of the network linearised in
-        its weights, which tells a wrong rule from a posterior that is wide; and sampled networks.
+        its weights, which tells a wrong rule from a posterior that is wide; and sampled networks. With
+        targets it also compares what the ELBO is made of, their expected log likelihood.
 
         Args:
           x: the network's input, or a tuple of its arguments.
           key: a JAX random key; None for a fixed one.
           samples: number of networks drawn, 2 or more.
+          y: targets as for `elbo`, for the `claim` of the check.
           progress: show a bar (tqdm, on stderr); None means if stderr is a terminal.
           options: the network's keyword arguments.
         """
-        return checked(self, x, key, samples, progress, options)
+        if y is not None:
+            self._needs_likelihood("check")
+        return checked(self, x, key, samples, y, progress, options)
 
     def corrected(
         self, x: Any, key: Array | None = None, samples: int = 32, progress: bool | None = None,

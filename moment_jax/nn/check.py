@@ -4,7 +4,7 @@ import dataclasses
 import math
 import time
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,8 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from moment_jax.covariance import Diagonal
+from moment_jax.covariance import Diagonal, Moments
+from moment_jax.nn import likelihood as likelihoods
 from moment_jax.nn.inputs import arguments, check_inputs, check_key, with_batch
 from moment_jax.nn.law import EXAMPLES, as_function, hold
 from moment_jax.nn.prediction import run_pass
@@ -27,6 +28,32 @@ AT_ONCE = 10  # networks drawn
 LITTLE = 0.1  # noise at which a network is nearly linear
 MOST = 2**28  # numbers of their gradients
 WRONG = 0.1  # error there that is no rounding
+MATTERS, RELATIVE = 0.02, 0.1  # error of an expected log likelihood: in nats, and of its size
+
+
+class Claim(NamedTuple):
+    """Expected log likelihood of targets, in nats an example: by a pass, and by sampled networks."""
+
+    claimed: float
+    drawn: float
+    error: float  # standard error of `drawn`
+
+    @property
+    def holds(self) -> bool:
+        """Whether the two differ by no more than the noise of sampling, or than matters."""
+        least = max(3 * self.error, MATTERS, RELATIVE * abs(self.drawn))
+        return not abs(self.claimed - self.drawn) > least
+
+    @classmethod
+    def of(cls, model: Any, y: Any, moments: Moments, fits: Array) -> Self:
+        """Of a pass's moments, and of the fits (S, B) of sampled networks."""
+        claimed = likelihoods.expected("check", model.likelihood, y, moments, model.batch_axes)
+        each = fits.mean(axis=1)
+        return cls(*map(float, (claimed.mean(), each.mean(), each.std(ddof=1) / len(each) ** 0.5)))
+
+    def __str__(self) -> str:
+        """As in a check."""
+        return f"{self.claimed:.3g} claimed, {self.drawn:.3g} ± {self.error:.1g} drawn, nats an example"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +68,7 @@ class Check:
     nonlinearity: float  # sampled sd over that of the linearised network - 1, mean
     seconds: float  # of the pass, compiled
     seconds_sampled: float  # of all sampled networks, compiled
+    claim: Claim | None = None  # of targets, if they are given
 
     @property
     def verdict(self) -> str:
@@ -48,6 +76,8 @@ class Check:
         if math.isnan(self.sd_ratio + self.mean_error):
             return "NaN: the pass or a sampled network is not finite; look at inputs and weights"
         right = f"right to {max(self.sd_error, self.noise):.0%}"
+        if self.claim is not None and not self.claim.holds:
+            return f"{right}, but its expected log likelihood is not that of sampled networks"
         if self.linear_error > WRONG:
             off = f"{self.linear_error:.0%} off at a tenth of the noise"
             return f"{right}; {off}, so by the structure's assumptions or a wrong rule"
@@ -56,7 +86,8 @@ class Check:
         return right
 
     def __repr__(self) -> str:
-        """Five lines, the verdict first."""
+        """Five lines, the verdict first; a sixth with targets."""
+        claim = "" if self.claim is None else f"\n  expected log likelihood: {self.claim}"
         return (
             f"Check: {self.verdict}\n"
             f"  sd: {self.sd_ratio:.3f} of the sampled; |ratio - 1| {self.sd_error:.3f}, with sampling "
@@ -65,43 +96,37 @@ class Check:
             f"  linearised: |ratio - 1| {self.linear_error:.3f} at a tenth of the noise; nonlinearity "
             f"{self.nonlinearity:+.3f}\n"
             f"  seconds: {self.seconds:.3g} for the pass, {self.seconds_sampled:.3g} for the sampled"
+            f"{claim}"
         )
 
 
 def checked(
-    model: Any,
-    x: Any,
-    key: Array | None,
-    samples: int,
-    progress: bool | None,
+    model: Any, x: Any, key: Array | None, samples: int, y: Any, progress: bool | None,
     options: dict[str, Any],
-) -> Check:
+) -> Check:  # fmt: skip
     """See `Bayesian.check`."""
     inputs, known = arguments(x), Static(options)
-    (moments, seconds), ((mean, sd), seconds_sampled) = beside_sampled(
-        model, "check", inputs, key, samples, progress, known
+    (moments, seconds), ((mean, sd, fits), seconds_sampled) = beside_sampled(
+        model, "check", inputs, key, samples, progress, known, y
     )
+    claim = None if y is None else Claim.of(model, y, moments, fits)
     varies = np.asarray(sd) != 0  # NaN too, which is told
     ratio = np.asarray(moments.sd / sd)[varies]
     shift = np.asarray(jnp.abs(moments.mean - mean) / sd)[varies]
     linear = _beside_linearised(model, inputs, known, sd)
     return Check(
         float(ratio.mean()), float(np.abs(ratio - 1).mean()), float(shift.mean()),
-        (2 * (samples - 1)) ** -0.5, *linear, seconds, seconds_sampled,
+        (2 * (samples - 1)) ** -0.5, *linear, seconds, seconds_sampled, claim,
     )  # fmt: skip
 
 
 def spread_factors(
-    model: Any,
-    x: Any,
-    key: Array | None,
-    samples: int,
-    progress: bool | None,
+    model: Any, x: Any, key: Array | None, samples: int, progress: bool | None,
     options: dict[str, Any],
-) -> Array:
+) -> Array:  # fmt: skip
     """Factors (C,) from the sds of a pass to sampled ones; their mean where none is known."""
     inputs, known = arguments(x), Static(options)
-    (moments, _), ((_, sampled), _) = beside_sampled(
+    (moments, _), ((_, sampled, _), _) = beside_sampled(
         model, "corrected", inputs, key, samples, progress, known
     )
     sd, sampled = (x[..., None] if x.ndim == model.batch_axes else x for x in (moments.sd, sampled))
@@ -115,9 +140,9 @@ def spread_factors(
 
 def beside_sampled(
     model: Any, caller: str, inputs: Any, key: Array | None, samples: int, progress: bool | None,
-    known: Static,
+    known: Static, y: Any = None,
 ) -> Any:  # fmt: skip
-    """One pass, and mean and sd of sampled networks, each with its seconds, compiled."""
+    """One pass; mean, sd and fits (S, B) to targets of sampled networks; each with its seconds."""
     key = jax.random.key(0) if key is None else key
     if any(map(is_random_input, inputs)):
         came = "Got the moments of a random one. Give its mean"
@@ -139,19 +164,17 @@ def beside_sampled(
     def of_state(state: Any) -> Any:
         return run_pass(graph, state, inputs, known=known)
 
-    def drawn(keys: Any) -> Any:
-        return _drawn(graph, state, inputs, keys, known=known)
+    def of_keys(keys: Any) -> Any:
+        return drawn(graph, state, inputs, y, keys, known=known)
 
     ((moments, _),), seconds = timed("the pass", of_state, state)
     hold(model, graph, state, inputs, known, lambda x: of_state(x)[1], always=True)
     each, seconds_sampled = timed(
-        "sampled networks", drawn, *keys.reshape(-1, AT_ONCE, *keys.shape[1:])
+        "sampled networks", of_keys, *keys.reshape(-1, AT_ONCE, *keys.shape[1:])
     )
-    outputs = jnp.concatenate(each)[:samples]
-    return (moments, seconds), (
-        (outputs.mean(axis=0), outputs.std(axis=0, ddof=1)),
-        seconds_sampled,
-    )
+    outputs, fits = jax.tree.map(lambda *x: jnp.concatenate(x)[:samples], *each)
+    found = outputs.mean(axis=0), outputs.std(axis=0, ddof=1), fits
+    return (moments, seconds), (found, seconds_sampled)
 
 
 def _beside_linearised(model: Any, inputs: Any, known: Static, sd: Array) -> tuple[float, float]:
@@ -194,12 +217,16 @@ def _linearised(
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="known")
-def _drawn(graph: Any, state: Any, inputs: Any, keys: Array, *, known: Static) -> Array:
-    """The sampled networks' outputs."""
+def drawn(graph: Any, state: Any, inputs: Any, y: Any, keys: Array, *, known: Static) -> Any:
+    """Sampled networks' outputs, one for each key, and their fits (S, B) to targets, in nats."""
     model: Any = nnx.merge(graph, state)
-    fn = as_function(model, known.value)
+    fn, likelihood = as_function(model, known.value), model.likelihood
 
-    def of_network(key: Array) -> Array:
-        return jnp.asarray(fn(sample_params(model.beliefs, key), *inputs))
+    def of_network(key: Array) -> Any:
+        output = jnp.asarray(fn(sample_params(model.beliefs, key), *inputs))
+        if y is None:
+            return output, None
+        certain = Moments(output, Diagonal(jnp.zeros_like(output)))
+        return output, likelihoods.expected("check", likelihood, y, certain, model.batch_axes)
 
-    return jax.vmap(of_network)(keys)
+    return jax.lax.map(of_network, keys, batch_size=min(len(keys), AT_ONCE))

@@ -49,20 +49,21 @@ def present(kind: Any, noise: Any) -> Any:
     return Gaussian(jnp.exp(value) if isinstance(noise, LogNoise) else value)
 
 
-def expected(likelihood: Any, y: Array, moments: Moments) -> Array:
-    """E[log p(y | f)] at every place of a batch, (...) for moments (..., C), in nats."""
+def expected(caller: str, likelihood: Any, y: Array, moments: Moments, axes: int) -> Array:
+    """E[log p(y | f)] of each example, (B,), in nats; of moments (..., C) with so many batch axes."""
     mean = moments.mean
     known = moments.variance if moments.cov.entrywise else moments.features
     fn = partial(objectives.expected_log_likelihood, likelihood)
     if isinstance(likelihood, Categorical):
-        y = labels_of("elbo", y, mean)
+        y = labels_of(caller, y, mean)
     else:
         width = mean.shape[-1] // (2 if isinstance(likelihood, HeteroscedasticGaussian) else 1)
         y = jnp.asarray(y, mean.dtype)
         y = y[..., None] if y.shape == mean.shape[:-1] and width == 1 else y
         if y.shape != (*mean.shape[:-1], width):
             raise ValueError(
-                f"`elbo` needs targets of shape {(*mean.shape[:-1], width)}, the output's. Got "
+                f"`{caller}` needs targets of shape {(*mean.shape[:-1], width)}, the output's. Got "
                 f"{tuple(y.shape)}."
             )
-    return over_batch(lambda m, c, y: fn(y, m, c), mean, known, y)
+    fits = over_batch(lambda m, c, y: fn(y, m, c), mean, known, y)
+    return fits.reshape(*fits.shape[:axes], -1).sum(axis=-1).reshape(-1)

@@ -179,3 +179,20 @@ def test_a_check_tells_a_wide_posterior_from_what_a_structure_leaves_out():
     loose = mj.Bayesian(tokens, structure=mj.Diagonal).check(jnp.ones((2, 8, 3)), samples=50)
     assert loose.linear_error > 0.5
     assert "structure" in loose.verdict
+
+
+@pytest.mark.parametrize(
+    ("likelihood", "targets"),
+    [
+        (mj.Gaussian(0.5), jnp.ones((3, 4, 6))),
+        (mj.Bernoulli(), jnp.ones((3, 4, 6))),
+        (mj.Categorical(), jnp.ones((3, 4), int)),
+        (mj.objectives.HeteroscedasticGaussian(), jnp.ones((3, 4, 3))),
+    ],
+)
+def test_of_a_linear_network_the_claimed_fit_is_that_of_sampled_networks(likelihood, targets):
+    model = mj.Bayesian(nnx.Linear(6, 6, rngs=nnx.Rngs(0)), likelihood, relative_scale=0.5)
+    claim = model.check(X, samples=2000, y=targets).claim
+    assert 0 < claim.error < 0.01 * abs(claim.drawn)
+    assert abs(claim.claimed - claim.drawn) < 3 * claim.error
+    assert claim.holds
