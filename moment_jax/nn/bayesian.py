@@ -66,7 +66,7 @@ class Bayesian(Module):
         `Separable.zeros`; with a causal mask, all of them.
       linearised: linearise the network in its weights, which is right for Laplace approximations, see
         `mj.linearised`; covariances are `Full` then, or `Diagonal` if that is the structure.
-      batch_axes: the number of leading batch axes of the inputs.
+      batch_axes: the number of leading batch axes of the inputs; 0 not in `Separable`, see `mj.joint`.
       output: picks the one array whose moments are wanted out of what the network returns, a tuple, a
         dict or a dataclass, such as `lambda out: out.logits`. Networks at the means and sampled ones
         return all that yours does. A model with a lambda cannot be pickled; one with a function of a
@@ -110,9 +110,9 @@ class Bayesian(Module):
         output: Callable[[Any], Any] | None = None,
         verify: bool = True,
     ) -> None:
-        self._set_options(structure, landmarks, linearised)
         self.verify = verify
         self.batch_axes = batch_axes
+        self._set_options(structure, landmarks, linearised)
         self.kind, self.noise = likelihoods.stored(likelihood)
         self._output = Static(output)
         network = as_nnx(network, output)
@@ -151,6 +151,12 @@ class Bayesian(Module):
             raise TypeError(
                 f"`mj.Bayesian` needs a covariance structure, one of {', '.join(STRUCTURES)} (the type "
                 f"itself, such as mj.Separable). Got {structure!r}."
+            )
+        if structure is Separable and self.batch_axes == 0 and not linearised:
+            raise ValueError(
+                "`mj.Bayesian` needs a batch axis in Separable: of a batch taken for a sequence, what "
+                "inputs share is up to .6 off. Got batch_axes=0. For one input, use x[None]; for the "
+                "covariance between inputs, mj.joint(model, x); or take Diagonal or Full."
             )
         num_landmarks("mj.Bayesian", 1, landmarks)
         self.structure, self.landmarks, self.linearised = structure, landmarks, linearised

@@ -252,11 +252,7 @@ OWN = {"network": mj.Bayesian(linear(), GAUSSIAN)}
         ({"learning_rate": -0.1}, ValueError, "number as learning_rate. Got -0.1"),
         ({"kl_weight": -1.0}, ValueError, "positive number as kl_weight"),
         ({"prior": {}}, ValueError, "where it standardises columns. Got a prior in other units"),
-        (
-            {"prior": "network", "objective": "evidence"},
-            ValueError,
-            "prior, for the ELBO alone",
-        ),
+        ({"prior": "network", "objective": "evidence"}, ValueError, "prior, for the ELBO alone"),
         ({"relative_scale": 0.0}, ValueError, "relative_scale > 0. Got 0"),
         ({"learning_rate": 1e30, "max_steps": 50}, ValueError, "diverged.*learning_rate below"),
         ({"network": np.tanh}, TypeError, "Flax module"),
