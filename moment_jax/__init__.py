@@ -52,6 +52,7 @@ from moment_jax.layers import (
     softmax,
 )
 from moment_jax.nn.bayesian import Bayesian
+from moment_jax.nn.joint import joint
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
 from moment_jax.propagation import PropagationError, linearised, propagate, propagation_rule
 from moment_jax.reference import monte_carlo
@@ -64,7 +65,7 @@ __all__ = [
     "Full", "Gaussian", "HeteroscedasticGaussian", "Moments", "NormParams", "PropagationError",
     "Separable", "__version__", "activation", "attention", "brownian", "calibrate", "cross_attention",
     "decoder_block", "decoding", "dense", "discrete", "embedding", "encoder_block", "expectations",
-    "feed_forward", "fit", "gelu", "inference", "laplace", "layer_norm", "linearised", "matmul",
+    "feed_forward", "fit", "gelu", "inference", "joint", "laplace", "layer_norm", "linearised", "matmul",
     "mean_pool", "monte_carlo", "nn", "objectives", "optim", "parallel", "posterior",
     "propagate", "propagation_rule", "reference", "register_fields", "relu", "rms_norm",
     "sinusoidal_positions", "softmax",

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "expectations": {"xla", "linalg", "covariance"},
     "posterior": {"xla", "linalg", "covariance"},
     "layers": {"xla", "covariance", "expectations", "posterior"},
-    "propagation": {"xla", "covariance", "expectations", "posterior", "layers"},
+    "propagation": {"xla", "linalg", "covariance", "expectations", "posterior", "layers"},
     "objectives": {"xla", "linalg", "covariance", "expectations", "posterior"},
     "reference": {
         "xla",

@@ -68,7 +68,8 @@ def by_elbo(
     plain: nnx.Module, model: Bayesian | None, likelihood: Any, inputs: tuple[np.ndarray, ...],
     targets: np.ndarray, shape: tuple[int, ...], course: Course, *, held_out: Any, random: Any,
     patience: int | None, learning_rate: float | None, kl_weight: float | None,
-    relative_scale: float | None, structure: type[Covariance] | None, seed: int,
+    relative_scale: float | None, structure: type[Covariance] | None, prior: Any,
+    prior_scale: float | None, seed: int,
 ) -> tuple[Bayesian, bool]:  # fmt: skip
     """The trained model, and whether training converged; see `fit`.
 
@@ -86,11 +87,15 @@ def by_elbo(
     if isinstance(likelihood, checks.REAL):
         of_targets = standardised.of_outputs(likelihood, *standardised.columns(targets))
     given = {"random": random, "relative_scale": relative_scale, "structure": structure}
+    given |= {"prior": prior, "prior_scale": prior_scale}
     options = {name: value for name, value in given.items() if value is not None}
     if model is not None:
         model = _as_it_is(model, options, of_inputs)
     else:
         if any(of_inputs) or of_targets:
+            rule, came = 'prior="network" where it standardises columns', "a prior in other units"
+            mend = "Standardise them, and give it a mj.Bayesian(network, likelihood, prior=...)."
+            checks.need("fit", prior is None or prior == "network", rule, came, mend)
             plain = standardised.brought_along(
                 plain, likelihood, inputs, targets, of_inputs, of_targets
             )

@@ -52,6 +52,8 @@ def fit(
     learning_rate: float | None = None,
     kl_weight: float | None = None,
     relative_scale: float | None = None,
+    prior: Any = None,
+    prior_scale: float | None = None,
     structure: type[Covariance] | None = None,
     seed: int = 0,
     progress: bool | None = None,
@@ -102,6 +104,9 @@ def fit(
       kl_weight: the ELBO's: of the KL divergence; 1, or None, is the ELBO, 0 leaves it out.
       relative_scale: the ELBO's: initial standard deviation of a weight, over the root mean square of
         its array; None for .05.
+      prior: the ELBO's: as in `mj.Bayesian`, with a factor for each array that is learned; a tree or a
+        Bayesian only where columns are not standardised.
+      prior_scale: the ELBO's: as in `mj.Bayesian`; None for 1.
       structure: the ELBO's: of the covariances; None for `mj.Separable`.
       seed: of the held-out split, the batches and the members' starts.
       progress: show a bar (tqdm, on stderr); None means if stderr is a terminal.
@@ -130,7 +135,8 @@ def fit(
     checks.positive("fit", max_steps=max_steps, members=members, **settings)
     own = {
         "held_out": held_out, "random": random, "patience": patience, "kl_weight": kl_weight,
-        "relative_scale": relative_scale, "structure": structure,
+        "relative_scale": relative_scale, "structure": structure, "prior": prior,
+        "prior_scale": prior_scale,
     }  # fmt: skip
     objective, reason = _chosen(objective, network, likelihood, members, own)
     shown = is_shown(progress)

@@ -1,6 +1,5 @@
 """Laplace approximation: a belief about the weights of an ordinarily trained network."""
 
-import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from flax import linen, nnx
 from moment_jax.inference import data as checks
 from moment_jax.inference.curvature import Arrays, Curvature, Frame, by_path, check_network
 from moment_jax.nn.bayesian import Bayesian
-from moment_jax.nn.belief import matrix_shape
+from moment_jax.nn.belief import joined, matrix_shape, priors
 from moment_jax.nn.modules import as_nnx, is_floating
 from moment_jax.nn.static import Static
 from moment_jax.objectives import Categorical, Gaussian, HeteroscedasticGaussian
@@ -46,7 +45,7 @@ def laplace(
     kind: str = "kfac",
     prior_precision: float | None = None,
     per_layer: bool = False,
-    prior_mean: Any = None,
+    prior: Any = None,
     batch_size: int = 256,
     receipt: bool = False,
     progress: bool | None = None,
@@ -83,7 +82,8 @@ def laplace(
       prior_precision: of all weights; None for the highest evidence, or, with `held_out`, the highest
         held-out density.
       per_layer: one prior precision per layer instead of one for all.
-      prior_mean: centre of the prior, a tree of parameters; zero for None and what it omits.
+      prior: as in `mj.Bayesian`, of which all variances are divided by the prior precision; None for
+        N(0, 1). "kfac" takes one variance for each array, such as those of "network".
       batch_size: number of backward passes at once, at most; fewer for large networks.
       receipt: also return a `LaplaceReceipt`: log evidence, prior precisions, noise variance.
       progress: show a bar (tqdm, on stderr); None means if stderr is a terminal.
@@ -120,13 +120,13 @@ def laplace(
     split: Any = nnx.split(plain, nnx.All(nnx.Param, random, lambda _, x: is_floating(x)), ...)
     graph, *state = split
     frame, known = (*state, np.ones(1)), by_path(state[0])
-    params = nnx.to_pure_dict(nnx.state(plain, nnx.Param))
+    arrays = {path: x[...] for path, x in nnx.to_flat_state(nnx.state(plain, nnx.Param))}
     if not known:
         raise ValueError(
             "`laplace` needs weights that `random` selects. Got none of "
-            f"{', '.join(by_path(params))}. Give a filter such as nnx.PathContains('head')."
+            f"{', '.join(map(joined, arrays))}. Give a filter such as nnx.PathContains('head')."
         )
-    centre = _checked_centre(prior_mean, by_path(params))
+    centre = {joined(path): x for path, x in priors("laplace", prior, 1.0, arrays).items()}
     inputs, targets, shape = checks.data("laplace", plain, likelihood, data)
     held = None
     if held_out is not None:
@@ -139,6 +139,10 @@ def laplace(
         Static(graph), noiseless, tuple(shapes.items()), rows, math.prod(shape), progress
     )
     small = [path for path, sizes in shapes.items() if kind == "kfac" and max(sizes) <= LONGEST]
+    widths = {path: np.asarray(centre[path].variance, np.float64) for path in known}
+    for path in small:
+        rule = "one prior variance for each array, or kind='diagonal'"
+        checks.need("laplace", np.ptp(widths[path]) == 0, rule, f"several at {path}")
     check_network("laplace", split, inputs)
     parts = [*curvature.batches(curvature.outputs, frame, inputs, batch_size)]
     outputs = np.concatenate(parts)[: len(targets)].reshape(-1, *shape)
@@ -157,16 +161,23 @@ def laplace(
     if silent:
         message = f"`laplace`: the outputs do not depend on {silent}, which keep the prior."
         warnings.warn(message, stacklevel=2)
-    offsets = {p: np.asarray(x, np.float64) - centre.get(p, 0.0) for p, x in known.items()}
-    at = functools.partial(posterior, squares, offsets, likelihood, outputs, targets, per_layer)
+    # In units of the prior's standard deviations, all that is left of the prior is its precision.
+    offsets = {p: np.asarray(x, np.float64) - np.asarray(centre[p].mean) for p, x in known.items()}
+    offsets = {p: x / np.sqrt(widths[p]) for p, x in offsets.items()}
+    widths = {p: np.broadcast_to(x, known[p].shape).reshape(shapes[p]) for p, x in widths.items()}
+    squares = {p: x * widths[p] for p, x in squares.items()}
+
+    def at(given: float | None) -> Any:
+        found = posterior(squares, offsets, likelihood, outputs, targets, per_layer, given)
+        return {p: x * widths[p] for p, x in found[0].items()}, *found[1:]
+
     chosen = prior_precision if held is None else _best_on(held, at, curvature, frame, bases)
     variance, _, found = at(chosen)
     if prior_precision is None:
         _warn_at_the_edge(found, held is not None)
     beliefs = {path: _belief(x, bases[path], variance[path]) for path, x in known.items()}
-    flat = nnx.traversals.flatten_mapping(params).items()
-    tree = {path: beliefs.get("/".join(map(str, path)), x) for path, x in flat}
-    tree = nnx.traversals.unflatten_mapping(tree)
+    flat = {path: beliefs.get(joined(path), x) for path, x in arrays.items()}
+    tree = nnx.traversals.unflatten_mapping(flat)
     if likelihood == Gaussian():
         evidence = found.log_evidence - float(targets.size * np.mean(np.log(units)))
         noise = found.noise_variance * units**2
@@ -275,22 +286,6 @@ def _belief(mean: Any, basis: Any, variance: np.ndarray) -> Posterior:
         cov: Any = ((u * kept.T) @ u.T).reshape(*shape, *shape)
         return FullNormal(mean, cov)
     return KroneckerEigen(mean, u, w, jnp.asarray(variance, dtype))
-
-
-def _checked_centre(prior_mean: Any, known: Arrays) -> Arrays:
-    """The prior mean by path."""
-    if not isinstance(prior_mean, dict | nnx.State | None):
-        raise TypeError(f"`laplace(prior_mean=...)` needs a tree. Got {type(prior_mean).__name__}.")
-    centre = {} if prior_mean is None else by_path(prior_mean)
-    for path, x in centre.items():
-        fits = path in known and np.shape(x) == known[path].shape and not isinstance(x, Posterior)
-        if not fits or not np.isfinite(x).all():
-            raise ValueError(
-                "`laplace(prior_mean=...)` needs finite arrays in the places and shapes of the weights: "
-                f"{', '.join(f'{p} {w.shape}' for p, w in known.items())}. Got {type(x).__name__} of "
-                f"shape {np.shape(x)} at {path}. Take nnx.to_pure_dict(nnx.state(network, nnx.Param))."
-            )
-    return {path: np.asarray(x, np.float64) for path, x in centre.items()}
 
 
 def log_likelihood(likelihood: Any, outputs: Any, targets: Any, noise: float) -> float:

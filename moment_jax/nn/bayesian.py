@@ -1,8 +1,6 @@
 """`Bayesian`: a Flax network with a Gaussian belief about its weights, the one door of the library."""
 
-import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Self
 
 import jax
@@ -11,24 +9,20 @@ from flax import linen, nnx
 from jax import Array
 
 from moment_jax import objectives
-from moment_jax.covariance import STRUCTURES, Covariance, Diagonal, Full, Moments, Separable
+from moment_jax.covariance import STRUCTURES, Covariance, Moments, Separable
 from moment_jax.covariance.fields import known_values
 from moment_jax.covariance.token_gram import num_landmarks
 from moment_jax.nn import likelihood as likelihoods
-from moment_jax.nn.belief import Belief, Path, begun, joined, placed
+from moment_jax.nn.belief import Belief, Path, begun, changed, joined, placed, priors
 from moment_jax.nn.check import Check, checked, spread_factors
-from moment_jax.nn.inputs import arguments, check_inputs, check_key, explain_batch, with_batch
-from moment_jax.nn.law import as_function, is_held
-from moment_jax.nn.modules import Module, as_given, as_nnx, inference_output, is_floating
-from moment_jax.nn.prediction import as_corrected, compiled_pass, predicted
+from moment_jax.nn.inputs import arguments, check_inputs, check_key
+from moment_jax.nn.modules import Module, as_given, as_nnx, is_floating
+from moment_jax.nn.prediction import compiled_pass, explained, predicted
 from moment_jax.nn.static import Static
-from moment_jax.posterior import Factorized, Posterior, sample_params
+from moment_jax.posterior import Factorized, GaussianPrior, Posterior, sample_params
 from moment_jax.posterior.base import mean_params
-from moment_jax.propagation import linearised as linearise
-from moment_jax.propagation import propagate
 from moment_jax.propagation.errors import Steps
-from moment_jax.propagation.propagator import is_random_input, plan
-from moment_jax.xla import inlined, with_automatic_axes
+from moment_jax.xla import inlined
 
 
 class Bayesian(Module):
@@ -58,14 +52,19 @@ class Bayesian(Module):
         `Factorized` to them.
       relative_scale: initial standard deviation of a weight, over the root mean square of its array,
         which counts as at least .1.
-      prior_scale: standard deviation of the prior N(0, prior_scale^2) of every weight.
-      learn_prior: learn one prior standard deviation for each array (empirical Bayes).
+      prior: None for N(0, prior_scale^2) of every weight. "network" for the weights that came in as
+        means, with prior_scale times each array's root mean square (at least .1) as standard deviation.
+        A tree of `mj.posterior.GaussianPrior` or posteriors in the places of weights, of which single
+        means and variances count; what it omits has N(0, prior_scale^2). Another `mj.Bayesian`, for its
+        `as_prior()`. Weights that are certain have none.
+      prior_scale: a positive number, see `prior`.
+      learn_prior: learn one factor of the prior's standard deviations for each array (empirical Bayes).
       structure: in which covariances are kept.
       landmarks: tokens at which `Separable` keeps the covariance of a long sequence, see
         `Separable.zeros`; with a causal mask, all of them.
       linearised: linearise the network in its weights, which is right for Laplace approximations, see
         `mj.linearised`; covariances are `Full` then, or `Diagonal` if that is the structure.
-      batch_axes: the number of leading batch axes of the inputs.
+      batch_axes: the number of leading batch axes of the inputs; 0 not in `Separable`, see `mj.joint`.
       output: picks the one array whose moments are wanted out of what the network returns, a tuple, a
         dict or a dataclass, such as `lambda out: out.logits`. Networks at the means and sampled ones
         return all that yours does. A model with a lambda cannot be pickled; one with a function of a
@@ -77,7 +76,8 @@ class Bayesian(Module):
 
     Raises:
       TypeError, ValueError: if the network has no parameters or is in training mode, the filter selects
-        none, the beliefs have another tree or shape, or a family does not fit an array.
+        none, beliefs or priors have another tree or shape, a prior's variance is not positive, or a
+        family does not fit an array.
 
     >>> import jax.numpy as jnp, moment_jax as mj
     >>> net = nnx.Sequential(
@@ -98,6 +98,7 @@ class Bayesian(Module):
         random: Any = nnx.Param,
         family: type[Posterior] | Callable[[Path], type[Posterior]] = Factorized,
         relative_scale: float = 0.1,
+        prior: Any = None,
         prior_scale: float = 1.0,
         learn_prior: bool = False,
         structure: type[Covariance] = Separable,
@@ -107,9 +108,9 @@ class Bayesian(Module):
         output: Callable[[Any], Any] | None = None,
         verify: bool = True,
     ) -> None:
-        self._set_options(structure, landmarks, linearised)
         self.verify = verify
         self.batch_axes = batch_axes
+        self._set_options(structure, landmarks, linearised)
         self.kind, self.noise = likelihoods.stored(likelihood)
         self._output = Static(output)
         network = as_nnx(network, output)
@@ -121,7 +122,7 @@ class Bayesian(Module):
         if not known:
             raise ValueError(f"`mj.Bayesian` needs a network with parameters. Got {self.name}.")
         self.rest = nnx.data(jax.tree.map(lambda x: x, rest))
-        prior = {"prior_scale": prior_scale, "learn_prior": learn_prior}
+        arrays = {path: variable[...] for path, variable in known.items()}
         weights: dict[Path, Any] = {path: variable.copy() for path, variable in known.items()}
         if beliefs is None:
             chosen = dict(nnx.to_flat_state(nnx.state(network, nnx.All(nnx.Param, random))))
@@ -131,20 +132,29 @@ class Bayesian(Module):
                     "`mj.Bayesian` needs weights that `random` selects. Got none of "
                     f"{', '.join(map(joined, known))}. Give a filter such as nnx.PathContains('head')."
                 )
-            weights |= begun(chosen, family, relative_scale, prior)
+            weights |= begun(chosen, family, relative_scale)
         else:
-            for path, x in placed(beliefs, known, prior).items():
+            for path, x in placed(beliefs, arrays).items():
                 if isinstance(x, Belief):
                     weights[path] = x
                 else:
                     weights[path].set_value(x)
         self.weights = nnx.data(nnx.traversals.unflatten_mapping(weights))
+        of = priors("mj.Bayesian", prior, prior_scale, arrays)
+        for path, belief in self.owned.items():
+            belief.set_prior(of[path], learn_prior)
 
     def _set_options(self, structure: Any, landmarks: int | None, linearised: bool) -> None:
         if not (isinstance(structure, type) and issubclass(structure, Covariance)):
             raise TypeError(
                 f"`mj.Bayesian` needs a covariance structure, one of {', '.join(STRUCTURES)} (the type "
                 f"itself, such as mj.Separable). Got {structure!r}."
+            )
+        if structure is Separable and self.batch_axes == 0 and not linearised:
+            raise ValueError(
+                "`mj.Bayesian` needs a batch axis in Separable: of a batch taken for a sequence, what "
+                "inputs share is up to .6 off. Got batch_axes=0. For one input, use x[None]; for the "
+                "covariance between inputs, mj.joint(model, x); or take Diagonal or Full."
             )
         num_landmarks("mj.Bayesian", 1, landmarks)
         self.structure, self.landmarks, self.linearised = structure, landmarks, linearised
@@ -189,6 +199,40 @@ class Bayesian(Module):
     def kl(self) -> Array:
         """KL(posterior || prior) of all random weights, in nats."""
         return _kl([(belief.posterior, belief.prior) for belief in self.owned.values()])
+
+    def as_prior(self, factor: Array | float = 1.0) -> dict[Any, Any]:
+        """Means and variances of single weights, as `prior=` of another model; variances times a factor.
+
+        A tree of `mj.posterior.GaussianPrior` in the places of random arrays; correlations are left out.
+        In continual learning the factor says how much the old tasks count, and is the thing to tune.
+        """
+        if (known := known_values(factor)) is not None and not known > 0:
+            raise ValueError(f"`as_prior` needs a positive factor. Got {factor}.")
+        of = ((path, belief.posterior) for path, belief in self.owned.items())
+        found = {p: GaussianPrior(x.mean, factor * x.marginal_variance()) for p, x in of}
+        return nnx.traversals.unflatten_mapping(found)
+
+    def with_beliefs(
+        self, where: Any = nnx.Param, *, means: Any = None, sds: Any = None, relative: bool = False,
+        prior: Any = None, prior_scale: float | None = None,
+    ) -> Self:  # fmt: skip
+        """A copy with other means, standard deviations or priors, in differentiated code too.
+
+        Args:
+          where: an NNX filter of the random arrays whose standard deviations and priors change, such as
+            `nnx.PathContains("head")`.
+          means: a tree of arrays in the places of weights, random or certain.
+          sds: of single weights, which are independent then (`Factorized`): a positive number, or a tree
+            of arrays in the places of random weights.
+          relative: the standard deviations are given over the root mean square of an array's means,
+            which counts as at least .1.
+          prior: as in `mj.Bayesian`, "network" for the means; what a tree omits stays as it is.
+          prior_scale: as in `mj.Bayesian`; None for 1.
+        """
+        copy = nnx.clone(self)
+        copy.spread = nnx.Variable(None)  # it was found with the beliefs before
+        changed(copy._flat(), where, means, sds, relative, prior, prior_scale)
+        return copy
 
     def scaled(self, factor: Array | float) -> Self:
         """A copy with all standard deviations multiplied by a positive number."""
@@ -252,7 +296,13 @@ class Bayesian(Module):
         return predicted(self, inputs, options, batch_size, self.batch_axes)
 
     def elbo(
-        self, x: Any, y: Array, *, dataset_size: int, kl_weight: Array | float = 1.0, **options: Any
+        self,
+        x: Any,
+        y: Array,
+        *,
+        dataset_size: Array | int,
+        kl_weight: Array | float = 1.0,
+        **options: Any,
     ) -> Array:
         """The ELBO of a mini-batch, in nats for each example of the data; of one pass, without samples.
 
@@ -260,7 +310,7 @@ class Bayesian(Module):
           x: the network's input, or a tuple of its arguments.
           y: targets, with the batch axes leading: integers (B, ...) for Categorical.
           dataset_size: the number of examples in the data set.
-          kl_weight: 1 for the bound itself; below 1 for warm-up or a cold posterior.
+          kl_weight: 1 for the bound itself; below 1 for warm-up or a cold posterior. Both may be traced.
           options: the network's keyword arguments.
         """
         likelihood, moments = self._needs_likelihood("elbo"), self(*arguments(x), **options)
@@ -317,34 +367,7 @@ class Bayesian(Module):
 
     def explain(self, *inputs: Any, **options: Any) -> Steps:
         """The operations of a pass, the rule that took each and what it assumes; prints as a table."""
-        check_inputs(inputs, self.batch_axes, self.structure)
-        if self.linearised:
-            raise ValueError(
-                "`explain` lists the operations of a pass. Got a linearised model, which takes the "
-                "network as a whole. Use model.replace(linearised=False)."
-            )
-        steps: Steps = Steps()
-        graph, state = nnx.split(self)  # traced: no more is known than in the pass
-
-        def run(state: Any, inputs: Any) -> None:
-            model = nnx.merge(graph, state)
-            first = jax.tree.map(lambda x: x[(0,) * self.batch_axes], inputs)
-            one = tuple(with_batch(x, self.batch_axes) for x in first)
-            fn = as_function(model, options)
-            _, found = plan(fn, model.beliefs, one, self.structure, self.landmarks)
-            steps.extend(found.steps.values())
-
-        try:
-            jax.eval_shape(run, state, inputs)
-        except Exception as error:
-            fn, known = as_function(self, options), mean_params(self.beliefs)
-            explain_batch(lambda x: fn(known, *x), inputs, options, self.batch_axes, error)
-            raise
-        known = (
-            "is the network" if is_held(self) else "was not compared with it yet: model.check(x)"
-        )
-        steps.law = f"Without noise the pass {known}."
-        return steps
+        return explained(self, inputs, options)
 
     def __repr__(self) -> str:
         """Five lines: the network, its weights, the beliefs, the covariance, the targets."""
@@ -384,63 +407,6 @@ class Bayesian(Module):
             self.graph.value, nnx.from_flat_state(params), rest, copy=True
         )
         return network
-
-    def _moments(self, inputs: tuple[Any, ...], options: Any) -> Any:
-        axes, beliefs = self.batch_axes, self.beliefs
-        means = tuple(x[0] if is_random_input(x) else x for x in inputs)
-        if not self.owned:
-            output = self._network(beliefs)(*means, **options)
-            lead, shape = output.shape[:axes], (1, 1, *output.shape[axes:])
-            dense = self.linearised and self.structure is not Diagonal
-            kept = Full if dense else self.structure
-            zeros = kept.zeros((math.prod(shape[:-1]), shape[-1]), output.dtype)
-            broadcast = partial(jax.tree.map, lambda x: jnp.broadcast_to(x, (*lead, *x.shape)))
-            return Moments(output, broadcast(zeros))
-
-        def fn(values: Any, *inputs: Any) -> Any:
-            return self._network(values)(*inputs, **options)
-
-        if self.linearised:
-            if any(map(is_random_input, inputs)):
-                raise ValueError(
-                    "A linearised model needs certain inputs. Got the moments of a random one. Use "
-                    "model.replace(linearised=False)."
-                )
-            of: Any = linearise(fn, structure=Diagonal if self.structure.entrywise else Full)
-        else:
-            of = propagate(fn, structure=self.structure, landmarks=self.landmarks)
-
-        def one(beliefs: Any, inputs: Any) -> Any:
-            factors = self.spread.get_value()
-            known = beliefs if factors is None else as_corrected(beliefs)
-            mean, cov = of(known, *(with_batch(x, axes) for x in inputs))
-            return mean, cov if factors is None else cov.rescale(factors[None])
-
-        try:
-            shape = self._output_shape(means, options)
-            for _ in range(axes):
-                one = jax.vmap(one, (None, 0))
-            mean, cov = with_automatic_axes(lambda both: one(*both), (beliefs, inputs), axes)
-        except Exception as error:
-            known = mean_params(beliefs)
-            explain_batch(lambda x: fn(known, *x), means, options, axes, error)
-            raise
-        lead = means[0].shape[:axes] if means else ()
-        return Moments(mean.reshape(*lead, *shape), cov)
-
-    def _output_shape(self, inputs: tuple[Any, ...], options: Any) -> tuple[int, ...]:
-        """The shape of one example's output; raises for a network in training mode."""
-        axes = self.batch_axes
-        ones = tuple(jax.ShapeDtypeStruct((1,) * axes + x.shape[axes:], x.dtype) for x in inputs)
-        network = self._network(mean_params(self.beliefs))
-        # `propagate` says itself where random numbers are drawn.
-        found = inference_output("mj.Bayesian", network, ones, options, keys=self.linearised)
-        if found.shape[:axes] != (1,) * axes:
-            raise ValueError(
-                "`mj.Bayesian` needs a network whose output has the batch axes of its inputs. Got "
-                f"{tuple(found.shape)} for one example."
-            )
-        return tuple(found.shape[axes:])
 
     def _needs_likelihood(self, method: str) -> Any:
         if self.likelihood is None:

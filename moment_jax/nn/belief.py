@@ -27,6 +27,7 @@ FAMILIES: dict[Any, tuple[str, ...]] = {
     families.KroneckerEigen: ("in_basis", "out_basis", "scale"),
 }
 OF_MATRICES = families.OutputShared, families.KroneckerEigen
+ARRAYS = jax.Array, np.ndarray
 Path = tuple[Any, ...]
 Family = type[Posterior] | Callable[[Path], type[Posterior]]
 
@@ -40,11 +41,11 @@ class VariationalScale(nnx.Param):
 
 
 class PriorScale(nnx.Param):
-    """The log standard deviation of a learned prior (empirical Bayes)."""
+    """The log of a factor of the prior's standard deviations, which is learned (empirical Bayes)."""
 
 
 class Belief(Module):
-    """Variational parameters of one array, and its prior N(0, prior_scale^2).
+    """Variational parameters of one array, and its prior; N(0, 1) until `set_prior` gives another.
 
     All parameters are unconstrained: standard deviations are the softplus of a parameter, covariances
     L L^T with L lower triangular and softplus on its diagonal.
@@ -54,28 +55,24 @@ class Belief(Module):
       family: `Point`, `Factorized`, `OutputShared`, `KroneckerEigen` or `FullNormal` of
         `mj.posterior`; `OutputShared` and `KroneckerEigen` are for matrices only.
       scale: initial standard deviation of every entry.
-      prior_scale: standard deviation of the prior; its initial value if learned.
-      learn_prior: learn the prior's standard deviation by the same objective.
       shape: of the array, where the belief is about it as a matrix.
 
     Raises:
-      ValueError: if a scale is not positive, or the family does not fit the array.
+      ValueError: if the scale is not positive, or the family does not fit the array.
       TypeError: if `family` is none of these.
     """
 
     def __init__(
         self, mean: Array, *, family: type[Posterior] = families.Factorized,
-        scale: Array | float = 0.01, prior_scale: float = 1.0, learn_prior: bool = False,
-        shape: tuple[int, ...] | None = None,
+        scale: Array | float = 0.01, shape: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
         if family not in FAMILIES:
             names = ", ".join(known.__name__ for known in FAMILIES)
             raise TypeError(f"`Belief` needs a posterior family, one of {names}. Got {family!r}.")
         known = known_values(scale)
-        if (known is not None and not known > 0) or prior_scale <= 0:
+        if known is not None and not known > 0:
             raise ValueError(
-                "`Belief` needs positive scale and prior_scale. Got "
-                f"{scale} and {prior_scale}. For a certain array, use family=Point."
+                f"`Belief` needs a positive scale. Got {scale}. For a certain array, use family=Point."
             )
         if mean.ndim != 2 and family in OF_MATRICES:
             raise ValueError(
@@ -87,20 +84,18 @@ class Belief(Module):
         self.mean = VariationalMean(mean)
         raw = _initial_raw(family, tuple(mean.shape), jnp.asarray(scale, mean.dtype))
         self.raw = nnx.data({name: VariationalScale(x) for name, x in raw.items()})
-        log_scale = jnp.asarray(math.log(prior_scale), mean.dtype)
-        self.prior_scale = float(prior_scale)
-        self.prior_log_scale = nnx.data(PriorScale(log_scale) if learn_prior else None)
+        self.set_prior(GaussianPrior())
 
     @classmethod
-    def of(cls, posterior: Posterior, **prior: Any) -> "Belief":
-        """The belief with this posterior; `prior` are the constructor's arguments of that name.
+    def of(cls, posterior: Posterior) -> "Belief":
+        """The belief with this posterior.
 
         Raises:
           ValueError: if the family is not supported, or a covariance is singular.
         """
         known = posterior.matrix
         raw = stored_form(known)
-        belief = cls(known.mean, family=families.Point, shape=posterior.shape, **prior)
+        belief = cls(known.mean, family=families.Point, shape=posterior.shape)
         belief.family = next(f for f in FAMILIES if isinstance(known, f))
         dtype = jnp.promote_types(known.mean.dtype, jnp.float32)
         belief.raw = nnx.data({k: VariationalScale(jnp.asarray(v, dtype)) for k, v in raw.items()})
@@ -118,9 +113,13 @@ class Belief(Module):
 
     def __repr__(self) -> str:
         """One line: the family, the array's type and shape, the prior."""
-        prior = "learned" if self.prior_log_scale is not None else f"N(0, {self.prior_scale:g}^2)"
+        mean, sd = (known_values(x[...]) for x in (self.prior_mean, self.prior_sd))
+        prior = "of its own for each entry"
+        if mean is not None and sd is not None and mean.size == sd.size == 1:
+            prior = f"N({mean.item():.3g}, {sd.item():.3g}^2)"
+        learned = "" if self.prior_log_scale is None else ", its scale learned"
         dtype = self.mean[...].dtype
-        return f"Belief({self.family.__name__}, {dtype}{list(self.shape)}, prior {prior})"
+        return f"Belief({self.family.__name__}, {dtype}{list(self.shape)}, prior {prior}{learned})"
 
     __str__ = __repr__
 
@@ -130,19 +129,34 @@ class Belief(Module):
             if name in ("scale", "entries"):
                 raw.set_value(_scaled(name, raw[...], factor))
 
+    def set_sds(self, sds: Array | float) -> None:
+        """Take independent entries of these standard deviations, a number or an array."""
+        mean = self.mean[...].reshape(self.shape)
+        raw = _inverse_softplus(jnp.broadcast_to(jnp.asarray(sds, mean.dtype), self.shape))
+        self.family, self.mean = families.Factorized, VariationalMean(mean)
+        self.raw = nnx.data({"scale": VariationalScale(raw)})
+
+    def set_prior(self, prior: GaussianPrior, learn: bool = False) -> None:
+        """Take this prior; with `learn`, a factor of its standard deviations is learned."""
+        dtype = self.mean[...].dtype
+        self.prior_mean = nnx.Variable(jnp.asarray(prior.mean, dtype))
+        self.prior_sd = nnx.Variable(jnp.sqrt(jnp.asarray(prior.variance, dtype)))
+        self.prior_log_scale = nnx.data(PriorScale(jnp.zeros((), dtype)) if learn else None)
+
     def fit_prior(self) -> None:
-        """Set a learned prior scale to its optimum, the root mean square of the random weights."""
+        """Set a learned factor of the prior to its optimum, by the spread of the random weights."""
         if self.prior_log_scale is not None:
-            known = self.posterior
-            size = jnp.mean(known.mean**2 + known.marginal_variance())
-            self.prior_log_scale.set_value(0.5 * jnp.log(size).astype(known.mean.dtype))
+            known, mean, sd = self.posterior, self.prior_mean[...], self.prior_sd[...]
+            squares = ((known.mean - mean) ** 2 + known.marginal_variance()) / sd**2
+            self.prior_log_scale.set_value(0.5 * jnp.log(jnp.mean(squares)).astype(sd.dtype))
 
     @property
     def prior(self) -> GaussianPrior:
-        """The prior of every entry."""
-        if self.prior_log_scale is None:
-            return GaussianPrior(0.0, self.prior_scale**2)
-        return GaussianPrior(0.0, jnp.exp(2 * self.prior_log_scale[...]))
+        """The prior of the entries."""
+        sd = self.prior_sd[...]
+        if self.prior_log_scale is not None:
+            sd = sd * jnp.exp(self.prior_log_scale[...])
+        return GaussianPrior(self.prior_mean[...], sd**2)
 
     def kl(self) -> Array:
         """KL(belief || prior), a scalar, in nats."""
@@ -232,9 +246,7 @@ def _spread(name: str, raw: Array) -> Array:
     return factor @ factor.T
 
 
-def begun(
-    arrays: dict[Path, Array], family: Family, relative_scale: float, prior: dict[str, Any]
-) -> dict[Path, Belief]:
+def begun(arrays: dict[Path, Array], family: Family, relative_scale: float) -> dict[Path, Belief]:
     """The first belief about each array, its mean; `Factorized` of vectors."""
     if not 0 < relative_scale < np.inf:
         raise ValueError(f"`mj.Bayesian` needs relative_scale > 0. Got {relative_scale}.")
@@ -254,29 +266,45 @@ def begun(
                     f"matrices, for the vector {joined(path)}. Return Factorized for it."
                 )
             kind, matrix = families.Factorized, shape
-        scale = _first_scale(value, relative_scale)
-        found[path] = Belief(value.reshape(matrix), family=kind, scale=scale, shape=shape, **prior)
+        scale = relative_scale * size_of(value)
+        found[path] = Belief(value.reshape(matrix), family=kind, scale=scale, shape=shape)
     return found
 
 
 @inlined
-def _first_scale(weights: Array, relative_scale: float) -> Array:
-    return relative_scale * jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(weights))), 0.1)
+def size_of(weights: Array) -> Array:
+    """The root mean square of an array, which counts as at least .1."""
+    return jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(weights))), 0.1)
 
 
-_FROM = (
-    "Put mj.posterior.Factorized(mean, variance) in the places of arrays in "
-    "nnx.to_pure_dict(nnx.state(network, nnx.Param))."
-)
-
-
-def placed(beliefs: Any, known: dict[Path, Any], prior: dict[str, Any]) -> dict[Path, Any]:
+def placed(beliefs: Any, arrays: dict[Path, Array]) -> dict[Path, Any]:
     """Beliefs and arrays by path, of a tree of posteriors in the places and shapes of parameters."""
-    tree = nnx.to_pure_dict(beliefs) if isinstance(beliefs, nnx.State) else beliefs
+    example = "mj.posterior.Factorized(mean, variance)"
+    found = in_places(
+        "mj.Bayesian(beliefs=...)", beliefs, arrays, "beliefs", example, (Posterior, *ARRAYS)
+    )
+    if not any(isinstance(x, Posterior) for x in found.values()):
+        raise ValueError(
+            "`mj.Bayesian(beliefs=...)` needs a belief about one array at least. Got none. Put "
+            f"{example} in its place."
+        )
+    for path, x in found.items():
+        try:
+            found[path] = Belief.of(x) if isinstance(x, Posterior) else jnp.asarray(x)
+        except ValueError as error:
+            raise ValueError(f"`mj.Bayesian`: {error} It is at {joined(path)}.") from error
+    return found
+
+
+def in_places(
+    call: str, tree: Any, arrays: dict[Path, Array], what: str, example: str, kinds: Any
+) -> dict[Path, Any]:
+    """What stands in the places of arrays in a tree, by path; raises unless places and shapes fit."""
+    tree = nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else tree
     found = {(): tree}
     if isinstance(tree, dict):
         found = nnx.traversals.flatten_mapping(tree, keep_empty_nodes=True)
-    inner = {path[:i] for path in known for i in range(len(path))}
+    inner = {path[:i] for path in arrays for i in range(len(path))}
     empty = nnx.traversals.empty_node
     found = {
         path: {} if x is empty else x
@@ -284,27 +312,95 @@ def placed(beliefs: Any, known: dict[Path, Any], prior: dict[str, Any]) -> dict[
         if x is not None and not (x is empty and path in inner)
     }
     for path, x in found.items():
-        mean = x.mean if isinstance(x, Posterior) else x
-        wanted = tuple(known[path][...].shape) if path in known else None
-        if wanted is None or getattr(mean, "shape", None) != wanted:
-            places = ", ".join(f"{joined(p)} {tuple(v[...].shape)}" for p, v in known.items())
-            came = f"{type(x).__name__} of shape {getattr(mean, 'shape', None)} at "
-            came = f"{came if wanted else 'the key '}'{joined(path)}'"
-            raise ValueError(
-                "`mj.Bayesian` needs beliefs in the places and shapes of the network's parameters: "
-                f"{places}. Got {came}. {_FROM}"
+        wanted = tuple(arrays[path].shape) if path in arrays else None
+        shape = getattr(x, "shape", None)
+        if isinstance(x, GaussianPrior):  # broadcasts
+            shape = next(
+                (s for s in map(np.shape, (x.mean, x.variance)) if not _fits(s, wanted)), wanted
             )
-    if not any(isinstance(x, Posterior) for x in found.values()):
-        raise ValueError(
-            f"`mj.Bayesian` needs a belief about one array at least. Got none. {_FROM}"
-        )
-    for path, x in found.items():
-        try:
-            of_x = Belief.of(x, **prior) if isinstance(x, Posterior) else jnp.asarray(x)
-        except ValueError as error:
-            raise ValueError(f"`mj.Bayesian`: {error} It is at {joined(path)}.") from error
-        found[path] = of_x
+        if wanted is None or shape != wanted or not isinstance(x, kinds):
+            places = ", ".join(f"{joined(p)} {tuple(v.shape)}" for p, v in arrays.items())
+            came = f"{type(x).__name__} of shape {shape} at " if wanted else "the key "
+            raise ValueError(
+                f"`{call}` needs {what} in the places and shapes of the network's parameters: {places}. "
+                f"Got {came}'{joined(path)}'. Put {example} in the "
+                "places of arrays in nnx.to_pure_dict(nnx.state(network, nnx.Param))."
+            )
     return found
+
+
+def _fits(shape: tuple[int, ...], to: tuple[int, ...] | None) -> bool:
+    """Whether an array broadcasts to this shape."""
+    pairs = zip(shape[::-1], (to or ())[::-1], strict=False)
+    return len(shape) <= len(to or ()) and all(a in (1, b) for a, b in pairs)
+
+
+def priors(
+    call: str, prior: Any, scale: float | None, arrays: dict[Path, Array]
+) -> dict[Path, GaussianPrior]:
+    """Means and variances of each array's prior, whatever form they came in: see `mj.Bayesian`.
+
+    With a scale of None, of those alone that a tree names.
+    """
+    named, scale = scale is None, 1.0 if scale is None else scale
+    if not 0 < scale < np.inf:
+        raise ValueError(f"`{call}` needs prior_scale > 0. Got {scale}.")
+    if isinstance(prior, str) and prior == "network":
+        return {p: GaussianPrior(x, (scale * size_of(x)) ** 2) for p, x in arrays.items()}
+    tree = prior.as_prior() if hasattr(prior, "as_prior") else prior
+    if not isinstance(tree, dict | nnx.State | Posterior | GaussianPrior | None):
+        raise TypeError(
+            f'`{call}` needs prior="network", a tree of GaussianPrior or Factorized, or a mj.Bayesian. '
+            f"Got {prior!r}. For N(0, s^2) of every weight, give prior_scale=s."
+        )
+    kinds = GaussianPrior, Posterior
+    given = (
+        {} if tree is None else in_places(call, tree, arrays, "priors", "a GaussianPrior", kinds)
+    )
+    for path, x in given.items():
+        if isinstance(x, Posterior):
+            given[path] = x = GaussianPrior(x.mean, x.marginal_variance())
+        _check_positive(call, "prior variances", path, x.variance)
+    return given if named else dict.fromkeys(arrays, GaussianPrior(0.0, scale**2)) | given
+
+
+def _check_positive(call: str, what: str, path: Path, values: Any) -> None:
+    known = known_values(values)
+    if known is not None and not ((known > 0) & (known < np.inf)).all():
+        raise ValueError(
+            f"`{call}` needs positive {what}. Got {known.min()} at '{joined(path)}'. Leave it out, or "
+            "make its weights certain by random=."
+        )
+
+
+def changed(
+    weights: dict[Path, Any], where: Any, means: Any, sds: Any, relative: bool, prior: Any,
+    scale: float | None,
+) -> None:  # fmt: skip
+    """Change beliefs and certain weights, by path, in place: see `Bayesian.with_beliefs`."""
+    call, selects = "with_beliefs", nnx.filterlib.to_predicate(where)
+    arrays = {p: x.posterior.mean if isinstance(x, Belief) else x[...] for p, x in weights.items()}
+    for path, x in in_places(call, means or {}, arrays, "means", "an array", ARRAYS).items():
+        of, arrays[path] = weights[path], jnp.asarray(x, arrays[path].dtype)
+        of = of.mean if isinstance(of, Belief) else of
+        of.set_value(arrays[path].reshape(of.shape))
+    random = {path: x for path, x in weights.items() if isinstance(x, Belief)}
+    chosen = {path: arrays[path] for path, x in random.items() if selects(path, x.mean)}
+    if not chosen:
+        raise ValueError(
+            f"`{call}` needs random arrays that `where` selects. Got none of "
+            f"{', '.join(map(joined, random))}."
+        )
+    if isinstance(sds, dict | nnx.State):
+        given = in_places(call, sds, chosen, "standard deviations", "an array", ARRAYS)
+    else:
+        given = {} if sds is None else dict.fromkeys(chosen, sds)
+    for path, sd in given.items():
+        _check_positive(call, "standard deviations", path, sd)
+        random[path].set_sds(sd * size_of(chosen[path]) if relative else sd)
+    for path, x in priors(call, prior, scale, arrays).items():
+        if path in chosen:
+            random[path].set_prior(x, learn=random[path].prior_log_scale is not None)
 
 
 def joined(path: Path) -> str:

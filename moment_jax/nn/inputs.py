@@ -51,7 +51,7 @@ def check_inputs(inputs: tuple[Any, ...], axes: int, structure: type[Covariance]
             got = tuple(x.shape)
             raise ValueError(
                 f"A Bayesian model needs arrays of an example or more, with {axes} leading batch axes. "
-                f"Got {got}. For one input, use x[None], or mj.Bayesian(..., batch_axes=0)."
+                f"Got {got}. For one input, use x[None]."
             )
 
 

@@ -3,6 +3,7 @@
 The model's graph and the network's options are static.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,18 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from moment_jax.nn.law import hold, note_unheld
+from moment_jax.covariance import Diagonal, Full, Moments
+from moment_jax.nn.inputs import check_inputs, explain_batch, with_batch
+from moment_jax.nn.law import as_function, hold, is_held, note_unheld
+from moment_jax.nn.modules import inference_output
 from moment_jax.nn.static import Static
+from moment_jax.posterior.base import mean_params
 from moment_jax.progress import compiling
-from moment_jax.xla import inlined
+from moment_jax.propagation import linearised as linearise
+from moment_jax.propagation import propagate
+from moment_jax.propagation.errors import Steps
+from moment_jax.propagation.propagator import is_random_input, plan
+from moment_jax.xla import inlined, with_automatic_axes
 
 
 def predicted(
@@ -49,8 +58,96 @@ def compiled_pass(model: Any, inputs: Any, options: dict[str, Any]) -> Any:
     """`model(*inputs, **options)` as one program; in compiled or differentiated code as it stands."""
     if _traced((nnx.state(model), inputs, options)):
         note_unheld(model)
-        return model._moments(inputs, options)
+        return moments_of(model, inputs, options)
     return _run(run_pass, model, inputs, Static(options))
+
+
+def moments_of(model: Any, inputs: tuple[Any, ...], options: Any) -> Any:
+    """The moments of the output, in code that is compiled or traced."""
+    axes, beliefs = model.batch_axes, model.beliefs
+    means = tuple(x[0] if is_random_input(x) else x for x in inputs)
+    if not model.owned:
+        output = model._network(beliefs)(*means, **options)
+        lead, shape = output.shape[:axes], (1, 1, *output.shape[axes:])
+        dense = model.linearised and model.structure is not Diagonal
+        kept = Full if dense else model.structure
+        zeros = kept.zeros((math.prod(shape[:-1]), shape[-1]), output.dtype)
+        broadcast = partial(jax.tree.map, lambda x: jnp.broadcast_to(x, (*lead, *x.shape)))
+        return Moments(output, broadcast(zeros))
+
+    fn = as_function(model, options)
+    if model.linearised:
+        if any(map(is_random_input, inputs)):
+            raise ValueError(
+                "A linearised model needs certain inputs. Got the moments of a random one. Use "
+                "model.replace(linearised=False)."
+            )
+        of: Any = linearise(fn, structure=Diagonal if model.structure.entrywise else Full)
+    else:
+        of = propagate(fn, structure=model.structure, landmarks=model.landmarks)
+
+    def one(beliefs: Any, inputs: Any) -> Any:
+        factors = model.spread.get_value()
+        known = beliefs if factors is None else as_corrected(beliefs)
+        mean, cov = of(known, *(with_batch(x, axes) for x in inputs))
+        return mean, cov if factors is None else cov.rescale(factors[None])
+
+    try:
+        shape = _output_shape(model, means, options)
+        for _ in range(axes):
+            one = jax.vmap(one, (None, 0))
+        mean, cov = with_automatic_axes(lambda both: one(*both), (beliefs, inputs), axes)
+    except Exception as error:
+        known = mean_params(beliefs)
+        explain_batch(lambda x: fn(known, *x), means, options, axes, error)
+        raise
+    lead = means[0].shape[:axes] if means else ()
+    return Moments(mean.reshape(*lead, *shape), cov)
+
+
+def explained(model: Any, inputs: Any, options: dict[str, Any]) -> Steps:
+    """See `Bayesian.explain`."""
+    axes = model.batch_axes
+    check_inputs(inputs, axes, model.structure)
+    if model.linearised:
+        raise ValueError(
+            "`explain` lists the operations of a pass. Got a linearised model, which takes the "
+            "network as a whole. Use model.replace(linearised=False)."
+        )
+    steps: Steps = Steps()
+    graph, state = nnx.split(model)  # traced: no more is known than in the pass
+
+    def run(state: Any, inputs: Any) -> None:
+        at: Any = nnx.merge(graph, state)
+        first = jax.tree.map(lambda x: x[(0,) * axes], inputs)
+        one = tuple(with_batch(x, axes) for x in first)
+        _, found = plan(as_function(at, options), at.beliefs, one, at.structure, at.landmarks)
+        steps.extend(found.steps.values())
+
+    try:
+        jax.eval_shape(run, state, inputs)
+    except Exception as error:
+        fn, means = as_function(model, options), mean_params(model.beliefs)
+        explain_batch(lambda x: fn(means, *x), inputs, options, axes, error)
+        raise
+    known = "is the network" if is_held(model) else "was not compared with it yet: model.check(x)"
+    steps.law = f"Without noise the pass {known}."
+    return steps
+
+
+def _output_shape(model: Any, inputs: tuple[Any, ...], options: Any) -> tuple[int, ...]:
+    """The shape of one example's output; raises for a network in training mode."""
+    axes = model.batch_axes
+    ones = tuple(jax.ShapeDtypeStruct((1,) * axes + x.shape[axes:], x.dtype) for x in inputs)
+    network = model._network(mean_params(model.beliefs))
+    # `propagate` says itself where random numbers are drawn.
+    found = inference_output("mj.Bayesian", network, ones, options, keys=model.linearised)
+    if found.shape[:axes] != (1,) * axes:
+        raise ValueError(
+            "`mj.Bayesian` needs a network whose output has the batch axes of its inputs. Got "
+            f"{tuple(found.shape)} for one example."
+        )
+    return tuple(found.shape[axes:])
 
 
 def _run(program: Any, model: Any, inputs: Any, known: Static) -> Any:
@@ -89,7 +186,7 @@ def _refused(*_: Any) -> Any:
 def _predicted(graph: Any, state: Any, inputs: Any, *, known: Static) -> tuple[Any, Array]:
     """The predictive distribution, and the mean of the pass, to which the law holds."""
     model: Any = nnx.merge(graph, state)
-    moments = model._moments(inputs, known.value)
+    moments = moments_of(model, inputs, known.value)
     return model.likelihood(moments), moments.mean
 
 
@@ -97,5 +194,5 @@ def _predicted(graph: Any, state: Any, inputs: Any, *, known: Static) -> tuple[A
 def run_pass(graph: Any, state: Any, inputs: Any, *, known: Static) -> tuple[Any, Array]:
     """The moments, and their mean."""
     model: Any = nnx.merge(graph, state)
-    moments = model._moments(inputs, known.value)
+    moments = moments_of(model, inputs, known.value)
     return moments, moments.mean

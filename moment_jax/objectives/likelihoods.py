@@ -21,6 +21,7 @@ from moment_jax.objectives import predictive
 from moment_jax.objectives.cubature import normal_points, probabilities_with_uncertainty
 from moment_jax.xla import diagonal_matrix
 
+MOST_KEPT = 32  # classes whose covariances a prediction keeps
 NOISES = 128  # values of several random noises, for their predictive distribution
 
 
@@ -112,7 +113,11 @@ class Categorical:
         """The predictive probabilities E[softmax(f)], and their uncertainty."""
         known = moments.variance if moments.cov.entrywise else moments.features
         found = probabilities_with_uncertainty(moments.mean, known, num_points=self.num_points)
-        return predictive.CategoricalPredictive(*found)
+        kept = known.ndim == moments.mean.ndim or known.shape[-1] <= MOST_KEPT
+        mean, cov = (jnp.expand_dims(x, moments.mean.ndim - 1) for x in (moments.mean, known))
+        return predictive.CategoricalPredictive(
+            *found, predictive.Logits(mean, cov) if kept else None
+        )
 
 
 @jax.tree_util.register_dataclass

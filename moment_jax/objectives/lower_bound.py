@@ -126,7 +126,7 @@ def _bernoulli(target: Array, mean: Array, cov: Cov) -> Array:
 
 
 def elbo(
-    expected_log_likelihoods: Array, kl: Array | float, *, dataset_size: int,
+    expected_log_likelihoods: Array, kl: Array | float, *, dataset_size: Array | int,
     kl_weight: Array | float = 1.0,
 ) -> Array:  # fmt: skip
     """The ELBO of the whole data set, |D|/N sum_n E_q[log p(y_n | f_n)] - kl_weight KL, in nats.
@@ -138,7 +138,8 @@ def elbo(
     Args:
       expected_log_likelihoods: (N,), one per example of the mini-batch, N at least 1.
       kl: KL(q || p) of all parameters, a scalar.
-      dataset_size: |D|, the number of examples in the data set, at least N.
+      dataset_size: |D|, the number of examples in the data set, at least N; it may be traced, and so may
+        `kl_weight`.
       kl_weight: 1 for the bound itself; below 1 for warm-up (`kl_warmup`) or a cold posterior, a scalar.
 
     Raises:
@@ -156,7 +157,8 @@ def elbo(
             "`elbo` needs expected_log_likelihoods of shape (N,), one per example. Got "
             f"{shape}. Use jax.vmap(expected_log_likelihood) for a batch."
         )
-    if dataset_size < shape[0]:
+    known = known_values(dataset_size)
+    if known is not None and known < shape[0]:
         raise ValueError(
             f"`elbo` needs dataset_size of at least the {shape[0]} examples of the mini-batch. Got "
             f"{dataset_size}. It is the number of examples in the whole data set."

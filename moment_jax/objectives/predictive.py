@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,17 @@ from moment_jax.covariance.fields import check_array, register_fields
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.linalg import inverse_root
 from moment_jax.objectives.checks import labels_of, of_label, over_batch
-from moment_jax.objectives.cubature import TokenUncertainty, wide
+from moment_jax.objectives.cubature import TokenUncertainty, gaussian_points, log_softmax_rows, wide
 from moment_jax.xla import diagonal_of, inlined
+
+JOINT_POINTS = 2048  # of the cubature for several labels
+
+
+class Logits(NamedTuple):
+    """Gaussian logits, in K equal parts."""
+
+    mean: Array  # (..., K, C)
+    cov: Array  # (..., K, C, C), or variances
 
 
 @register_fields
@@ -31,6 +40,7 @@ class CategoricalPredictive:
 
     log_probs: Array  # (..., C)
     uncertainty: TokenUncertainty  # entropies in nats, (...) each
+    logits: Logits | None  # None where there are covariances of more than 32 classes
 
     @property
     def probs(self) -> Array:
@@ -62,9 +72,42 @@ class CategoricalPredictive:
         labels = labels_of("log_prob", y, self.log_probs)
         return over_batch(of_label, self.log_probs, labels)
 
+    def joint_log_prob(self, labels: Array) -> Array:
+        """Log probability of several labels (..., L) of one input together, (...), in nats.
+
+        All of them see the same weights: log E[prod_l softmax(f)_l] over the logits f, by 2,048 points.
+        Taken apart, `log_prob` counts what the weights do not know once for each label. ValueError for
+        labels out of range, or for more than 32 classes but in `Diagonal`.
+        """
+        if self.logits is None:
+            raise ValueError(
+                "`joint_log_prob` needs at most 32 classes, whose logits are kept. Got "
+                f"{self.log_probs.shape[-1]}. Use sampled networks, model.sample(key), or mj.Diagonal."
+            )
+        labels, (*lead, size) = jnp.asarray(labels), self.log_probs.shape
+        each = (*lead, *labels.shape[-1:], size)
+        labels = labels_of(
+            "joint_log_prob", labels, jnp.broadcast_to(self.log_probs[..., None, :], each)
+        )
+        flat = jax.tree.map(
+            lambda x: x.reshape(-1, *x.shape[len(lead) :]), (labels, *wide(*self.logits))
+        )
+        return jax.lax.map(lambda x: _together(*x), flat, batch_size=64).reshape(lead)
+
     def sample(self, key: Array) -> Array:
         """One class for each prediction, (...) integers."""
         return jax.random.categorical(key, self.log_probs)
+
+
+def _together(labels: Array, means: Array, covs: Array) -> Array:
+    """Log probability of labels (L,) that share their logits, in equal parts (K, C)."""
+
+    def of_part(mean: Array, cov: Array) -> Array:
+        logs = log_softmax_rows(gaussian_points(mean, cov, JOINT_POINTS))
+        return of_label(logs.T, labels).sum(axis=0)
+
+    logs = jax.vmap(of_part)(means, covs)
+    return special.logsumexp(logs) - math.log(logs.size)
 
 
 @register_fields
@@ -199,7 +242,9 @@ def averaged(predictions: Sequence[Any]) -> Any:
     total = -jnp.sum(jnp.exp(logs) * jnp.where(jnp.isfinite(logs), logs, 0), axis=-1)
     aleatoric = stacked.uncertainty.aleatoric.mean(axis=0)
     uncertainty = TokenUncertainty(total, aleatoric, jnp.maximum(total - aleatoric, 0))
-    return CategoricalPredictive(logs, uncertainty)
+    each = [x.logits for x in predictions]
+    logits = jax.tree.map(lambda *x: jnp.concatenate(x, axis=logs.ndim - 1), *each)
+    return CategoricalPredictive(logs, uncertainty, logits)
 
 
 def _as_mixture(prediction: GaussianPredictive) -> MixturePredictive:

@@ -13,6 +13,8 @@ import numpy as np
 from jax import Array
 
 from moment_jax.covariance import Covariance, Diagonal, Full
+from moment_jax.covariance.numerics import safe_sqrt
+from moment_jax.linalg import psd_cholesky
 from moment_jax.posterior import (
     Factorized,
     FullNormal,
@@ -289,6 +291,24 @@ def linearised(
     return predict
 
 
+def root_of(belief: Posterior) -> Callable[[Array], Array]:
+    """The map of J (N, size of the array) to J R (N, ...), where R R^T is the array's covariance."""
+    if isinstance(belief, FullNormal):
+        root = psd_cholesky(belief.cov.reshape(belief.mean.size, -1))
+        return lambda jacobian: jacobian @ root
+    if isinstance(belief, KroneckerEigen):
+        sd = safe_sqrt(belief.variance)[None]
+        return lambda jacobian: (_in_bases(belief, jacobian) * sd).reshape(len(jacobian), -1)
+    sds = safe_sqrt(belief.marginal_variance()).reshape(1, -1)
+    return lambda jacobian: jacobian * sds
+
+
+def _in_bases(belief: KroneckerEigen, jacobian: Array) -> Array:
+    """J in a belief's eigenbases, (N, in, out)."""
+    kernels = jacobian.reshape(-1, *belief.matrix.shape)
+    return jnp.einsum("nio,ia,ob->nab", kernels, belief.in_basis, belief.out_basis)
+
+
 def carried(belief: Posterior, jacobian: Array) -> Array:
     """J Cov J^T of one weight array, for J of shape (N, size of the array)."""
     if isinstance(belief, Point):
@@ -303,7 +323,7 @@ def covariance_with(belief: Posterior, jacobian: Array) -> Array:
         return jacobian @ belief.cov.reshape(n, n)
     if isinstance(belief, KroneckerEigen):
         u, w = belief.in_basis, belief.out_basis
-        in_bases = jnp.einsum("nio,ia,ob->nab", jacobian.reshape(-1, *belief.matrix.shape), u, w)
-        found = jnp.einsum("nab,ia,ob->nio", in_bases * belief.variance[None], u, w)
+        in_bases = _in_bases(belief, jacobian) * belief.variance[None]
+        found = jnp.einsum("nab,ia,ob->nio", in_bases, u, w)
         return found.reshape(jacobian.shape)
     return jacobian * belief.marginal_variance().reshape(1, -1)

@@ -127,9 +127,10 @@ def test_tokens_have_classes_of_their_own_and_count_for_one_example():
     x = X.reshape(30, 4, 3)
     model, receipt = fit(
         net, CATEGORICAL, (x, (x[..., 0] > 0).astype(int)), held_out=(x, np.zeros((30, 4), int)),
-        max_steps=50, receipt=True, relative_scale=1e-4,
+        max_steps=50, receipt=True, relative_scale=1e-4, prior="network", prior_scale=0.5,
     )  # fmt: skip
     assert type(model.at_means()) is nnx.Linear  # sequences are not standardised
+    assert np.array_equal(model.owned["kernel",].prior.mean, net.kernel[...])
     nll = -model.log_prob(x, np.zeros((30, 4), int)).sum() / 30
     np.testing.assert_allclose(receipt.history[0][2], nll, rtol=1e-4)
 
@@ -269,6 +270,8 @@ OWN = {"network": mj.Bayesian(linear(), GAUSSIAN)}
         ({"patience": 0}, ValueError, "positive number as patience"),
         ({"learning_rate": -0.1}, ValueError, "number as learning_rate. Got -0.1"),
         ({"kl_weight": -1.0}, ValueError, "positive number as kl_weight"),
+        ({"prior": {}}, ValueError, "where it standardises columns. Got a prior in other units"),
+        ({"prior": "network", "objective": "evidence"}, ValueError, "prior, for the ELBO alone"),
         ({"relative_scale": 0.0}, ValueError, "relative_scale > 0. Got 0"),
         ({"learning_rate": 1e30, "max_steps": 50}, ValueError, "diverged.*learning_rate below"),
         ({"network": np.tanh}, TypeError, "Flax module"),

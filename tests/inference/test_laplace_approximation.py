@@ -337,12 +337,32 @@ def test_a_covariance_beyond_single_precision_is_kept():
     np.testing.assert_allclose(np.linalg.eigvalsh(cov)[1], 1e4, rtol=1e-4)
 
 
-def test_a_prior_may_be_centred_at_given_weights():
-    model = linear()
+@pytest.mark.parametrize("kind", ["kfac", "diagonal"])
+def test_a_prior_of_any_form_is_its_means_and_variances(kind):
+    """At the weights nothing draws them on; a prior twice as wide is half the precision."""
+    model, options = linear(), {"kind": kind, "prior_precision": 3.0, "receipt": True}
     weights = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     with pytest.warns(UserWarning, match="evidence chose .* edge"):
-        at = laplace(model, Gaussian(1.0), ZEROS, prior_mean=weights, receipt=True)[1]
+        at = laplace(model, Gaussian(1.0), ZEROS, prior="network", receipt=True)[1]
     assert at.prior_precision["model"] > 1e6
+    wide = jax.tree.map(lambda w: mj.posterior.GaussianPrior(0 * w, 2.0), weights)
+    found, receipt = laplace(model, Gaussian(1.0), ZEROS, prior=wide, **options)
+    known = laplace(model, Gaussian(1.0), ZEROS, **(options | {"prior_precision": 1.5}))
+    assert receipt.log_evidence == pytest.approx(known[1].log_evidence)
+    jax.tree.map(np.testing.assert_allclose, found.beliefs, known[0].beliefs)
+
+
+def test_each_weight_has_its_own_prior_variance_in_a_diagonal_approximation():
+    model, prior = (
+        linear(),
+        {"kernel": mj.posterior.GaussianPrior(0.0, jnp.array([[1.0], [2], [4]]))},
+    )
+    options = {"likelihood": Gaussian(1.0), "data": ZEROS, "prior_precision": 3.0}
+    found = laplace(model, kind="diagonal", prior=prior, **options).beliefs["kernel"].variance
+    curvature = np.sum(np.square(X), axis=0)
+    np.testing.assert_allclose(found[:, 0], 1 / (curvature + 3 / np.array([1, 2, 4])), rtol=1e-6)
+    with pytest.raises(ValueError, match=r"one prior variance .* several at kernel"):
+        laplace(model, prior=prior, **options)
 
 
 DICT = {"x": X}
@@ -355,8 +375,7 @@ BAD = [  # of data, see also tests/inference/test_fit.py
     ({"held_out": ZEROS, "per_layer": True}, ValueError, "one prior precision"),
     ({"prior_precision": -1.0}, ValueError, "positive number as prior_precision. Got -1.0"),
     ({"prior_precision": 0}, ValueError, "positive number"),
-    ({"prior_mean": {"kernal": jnp.zeros((3, 1))}}, ValueError, r"kernel \(3, 1\). Got .* at kernal"),
-    ({"prior_mean": {"kernel": 0.0}}, ValueError, r"Got float of shape \(\) at kernel"),
+    ({"prior": {"kernal": jnp.zeros((3, 1))}}, ValueError, r"kernel \(3, 1\). Got the key 'kernal'"),
     ({"random": nnx.PathContains("head")}, ValueError, "Got none of bias, kernel"),
     ({"network": mj.Bayesian(linear())}, TypeError, "Got a Bayesian; use its at_means"),
     ({"network": Of(lambda n, x: (n.a(x), x), a=linear())}, TypeError, "one array.*output="),

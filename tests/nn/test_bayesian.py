@@ -145,7 +145,7 @@ def test_batches_loops_and_compiled_calls_agree():
     whole = moments_of(model, X)
     linear = mj.Bayesian(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), structure=mj.Diagonal)
     assert_same(linear(X), moments_of(linear, X), 1e-6)  # operation by operation, and compiled
-    single = mj.Bayesian(net(), batch_axes=0, beliefs=model.beliefs)
+    single = mj.Bayesian(net(), structure=mj.Full, batch_axes=0, beliefs=model.beliefs)
     assert_close(moments_of(single, X[1]).mean, whole.mean[1], 1e-6)
     assert_close(moments_of(mj.Bayesian(net(), batch_axes=2), X[None]).sd, whole.sd[None], 1e-6)
     prediction = model.predict(X)
@@ -325,6 +325,7 @@ WRONG = [
     ),
     (lambda: mj.Bayesian(net(), relative_scale=0), ValueError, "relative_scale > 0"),
     (lambda: mj.Bayesian(net(), structure="Full"), TypeError, "mj.Separable"),
+    (lambda: mj.Bayesian(net(), batch_axes=0), ValueError, r"x\[None\].*mj\.joint"),
     (lambda: mj.Bayesian(net(), landmarks=0), ValueError, "landmarks=T"),
     (lambda: jax.eval_shape(mj.Bayesian(net(), landmarks=9), X), ValueError, "at most.* 1. Got 9"),
     (lambda: mj.Bayesian(net(), mj.Categorical), TypeError, r"Categorical\(\)"),

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 import scipy.stats
 
 import moment_jax as mj
@@ -57,6 +58,43 @@ def test_against_sampling(rank, scale, draws):
 
 def epistemic(mean, cov):
     return probabilities_with_uncertainty(mean, cov)[1].epistemic
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.0, 2.0])
+def test_labels_of_one_input_share_their_weights(scale, draws):
+    """Ten labels against draws of the logits; one label is `log_prob`; averages of models average."""
+    mean, factor = problem(1, scale, 3)
+    cov = mj.Full((factor @ factor.T)[None, None, :, None])
+    prediction = Categorical()(mj.Moments(mean[None], cov))
+    labels = np.random.default_rng(2).integers(0, C, size=(1, 10))
+    logits = mean + draws[:, :3] @ factor.T
+    logs = logits - scipy.special.logsumexp(logits, axis=1, keepdims=True)
+    truth = scipy.special.logsumexp(logs[:, labels[0]].sum(axis=1)) - np.log(len(draws))
+    found = prediction.joint_log_prob(labels)
+    np.testing.assert_allclose(found, [truth], atol=0.05 * max(scale, 1))
+    one = prediction.joint_log_prob(labels[:, :1])
+    np.testing.assert_allclose(one, prediction.log_prob(labels[:, 0]), atol=0.01 * scale)
+    other = Categorical()(mj.Moments(-mean[None], cov))
+    both = np.logaddexp(found, other.joint_log_prob(labels)) - np.log(2)
+    average = mj.objectives.predictive.averaged([prediction, other])
+    np.testing.assert_allclose(average.joint_log_prob(labels), both)
+
+
+def test_joint_labels_in_diagonal_and_what_is_refused():
+    wide = Categorical()(
+        mj.Moments(jnp.zeros((2, 40)), jax.vmap(mj.Diagonal)(jnp.ones((2, 1, 40))))
+    )
+    apart = wide.joint_log_prob(jnp.zeros((2, 3), int))
+    assert (
+        apart > 3 * wide.log_prob(jnp.zeros(2, int))
+    ).all()  # a class once seen is likelier again
+    with pytest.raises(ValueError, match=r"from 0 to 39\. Got 0 to 40"):
+        wide.joint_log_prob(jnp.array([[0], [40]]))
+    with pytest.raises(ValueError, match=r"each prediction, of shape \(2, 3\)"):
+        wide.joint_log_prob(jnp.zeros((1, 3), int))
+    dense = Categorical()(mj.Moments(jnp.zeros((1, 40)), mj.Full(jnp.eye(40)[None, None, :, None])))
+    with pytest.raises(ValueError, match=r"at most 32 classes.*Got 40"):
+        dense.joint_log_prob(jnp.zeros((1, 3), int))
 
 
 @pytest.mark.parametrize("structure", [mj.Diagonal, mj.Separable, mj.Full])

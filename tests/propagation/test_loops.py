@@ -136,13 +136,15 @@ def test_random_inputs_and_their_functions_share_their_noise():
 def test_landmarks_are_those_of_the_layers():
     t, r = 9, 3
     x = jax.random.normal(KEY, (t, D))
-    model = mj.Bayesian(nnx.Linear(D, D, rngs=nnx.Rngs(0)), landmarks=r, batch_axes=0)
+    model = mj.Bayesian(nnx.Linear(D, D, rngs=nnx.Rngs(0)), landmarks=r)
 
     @nnx.jit
     def both(model, x):
         params = mj.DenseParams(model.beliefs["kernel"], model.beliefs["bias"])
         start = mj.Separable.zeros(x.shape, x.dtype, landmarks=r)
-        return tuple(model(x)), tuple(mj.dense(x, start, params))
+        return jax.tree.map(lambda x: x[0], tuple(model(x[None]))), tuple(
+            mj.dense(x, start, params)
+        )
 
     jax.tree.map(assert_close, *both(model, x))
     encoder = mj.Bayesian(mj.nn.Encoder(1, D, 2, rngs=nnx.Rngs(0)), landmarks=r)

@@ -87,14 +87,14 @@ def test_flax_blocks_have_the_moments_of_the_library(norm_first, structure):
         4, 2, hidden_features=6, activation="gelu", rngs=nnx.Rngs(0), **options
     )
     beliefs = param_tree(params, 2)
-    predict = mj.Bayesian(network, beliefs=beliefs, structure=structure, batch_axes=0)
+    predict = mj.Bayesian(network, beliefs=beliefs, structure=structure)
     x = jax.random.normal(jax.random.key(1), (3, 4))
     options |= {"num_heads": 2, "mask": jnp.tril(jnp.ones((3, 3), bool)), "activation": "gelu"}
 
     @jax.jit
     def both(x):
         own = mj.encoder_block(x, structure.zeros(x.shape, x.dtype), params, **options)
-        return predict(x, mask=options["mask"]), own
+        return jax.tree.map(lambda x: x[0], tuple(predict(x[None], mask=options["mask"]))), own
 
     assert_same(*both(x))
     known, again = (jax.tree.leaves(p) for p in (params, block_params(predict.beliefs)))

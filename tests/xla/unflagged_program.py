@@ -120,10 +120,10 @@ def second_derivative(of):
 def ways_in():
     """Modules, exported programs, batches, and a loss of the result."""
     certain = mj.Separable.zeros(X.shape)
-    layer = mj.Bayesian(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), batch_axes=0)
+    layer = mj.Bayesian(nnx.Linear(64, 64, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(layer)
-    expected = jax.jit(lambda state, x: sums(nnx.merge(graph, state)(x)))(state, X)
-    exported = jax.export.export(jax.jit(lambda x: sums(nnx.merge(graph, state)(x))))(X)
+    expected = jax.jit(lambda state, x: sums(nnx.merge(graph, state)(x[None])))(state, X)
+    exported = jax.export.export(jax.jit(lambda x: sums(nnx.merge(graph, state)(x[None]))))(X)
     random = Factorized(jnp.full((64, 64), 0.01), jnp.full((64, 64), 0.01))
     point = Point(jnp.full((64, 64), 0.1))
     values = mj.AttentionParams(*map(mj.DenseParams, (point, point, random, point)))
@@ -137,7 +137,7 @@ def ways_in():
         return mj.objectives.expected_log_likelihood(gaussian, x, *mj.dense(x, certain, params))
 
     return {
-        "nnx.jit": error(nnx.jit(lambda x: sums(layer(x)))(X), expected),
+        "nnx.jit": error(nnx.jit(lambda x: sums(layer(x[None])))(X), expected),
         "jax.export": error(exported.call(X), expected),
         "vmap of attention, values random alone": of_arguments(attention, X, lambda: values),
         "expected_log_likelihood": of_arguments(
