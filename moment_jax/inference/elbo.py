@@ -69,11 +69,12 @@ def by_elbo(
     targets: np.ndarray, shape: tuple[int, ...], course: Course, *, held_out: Any, random: Any,
     patience: int | None, learning_rate: float | None, kl_weight: float | None,
     relative_scale: float | None, structure: type[Covariance] | None, prior: Any,
-    prior_scale: float | None, seed: int,
+    prior_scale: float | None, seed: int, certain: bool,
 ) -> tuple[Bayesian, bool]:  # fmt: skip
     """The trained model, and whether training converged; see `fit`.
 
-    `model` is trained in place if it is given; else one is made of the plain network.
+    `model` is trained in place if it is given; else one is made of the plain network, which stays plain
+    if it is to be `certain`: its ELBO is the log likelihood.
     """
     held_out = 0.15 if held_out is None else held_out
     max_steps, patience, learning_rate = course.total, patience or 6, learning_rate or 1e-3
@@ -87,7 +88,9 @@ def by_elbo(
     if isinstance(likelihood, checks.REAL):
         of_targets = standardised.of_outputs(likelihood, *standardised.columns(targets))
     given = {"random": random, "relative_scale": relative_scale, "structure": structure}
-    given |= {"prior": prior, "prior_scale": prior_scale}
+    given |= {"prior": prior, "prior_scale": prior_scale} | (
+        {"structure": Diagonal} if certain else {}
+    )
     options = {name: value for name, value in given.items() if value is not None}
     if model is not None:
         model = _as_it_is(model, options, of_inputs)
@@ -101,6 +104,8 @@ def by_elbo(
             )
             plain = standardised.Standardised(plain, of_inputs, of_targets)
         model = Bayesian(plain, **{"relative_scale": 0.05, "learn_prior": True, **options})
+        if certain:
+            model.make_certain(plain)
     if model.kind is None:
         model.kind, model.noise = likelihoods.stored(likelihood)
         if isinstance(model.noise, likelihoods.LogNoise) and of_targets:
@@ -145,7 +150,8 @@ def by_elbo(
             stacklevel=3,
         )
     nnx.update(model, best[0])
-    _compare(model, some)
+    if model.owned:
+        _compare(model, some)
     return model, converged
 
 
@@ -154,11 +160,11 @@ def sampled_nll(model: Bayesian, data: Data, batch: int) -> float:
 
     Not of the pass: training through it goes where it is too sure.
     """
-    size, found = len(data[1]), []
+    size, found, draws = len(data[1]), [], DRAWS if model.owned else 1
     for first in range(0, size, batch):
         rows = np.arange(first, first + min(batch, size)) % size
-        fits = _fits(model, jax.tree.map(lambda x, rows=rows: x[rows], data), DRAWS)
-        found.append(jax.nn.logsumexp(fits, axis=0) - math.log(DRAWS))
+        fits = _fits(model, jax.tree.map(lambda x, rows=rows: x[rows], data), draws)
+        found.append(jax.nn.logsumexp(fits, axis=0) - math.log(draws))
     return -float(jnp.concatenate(found)[:size].mean())
 
 

@@ -233,19 +233,20 @@ class Evidence:
         return Training.of(self._at(weights), _adam(rate, steps), Loss(self.kind))
 
     def _others(self, count: int, seed: int) -> list[Array]:
-        """Other starts: arrays of two axes or more are drawn anew with their mean and their spread."""
+        """Other starts."""
         rng, dtype = np.random.default_rng(seed), self.network.weights[...].dtype
-
-        def drawn(x: np.ndarray) -> np.ndarray:
-            return x if x.ndim < 2 else rng.normal(x.mean(), x.std(), x.shape)
-
-        each = [[drawn(x).ravel() for x in self.arrays.values()] for _ in range(count)]
+        each = [[anew(rng, x).ravel() for x in self.arrays.values()] for _ in range(count)]
         return [jnp.asarray(np.concatenate(start), dtype) for start in each]
 
     def _at(self, weights: Array) -> Raveled:
         network = nnx.clone(self.network)
         network.weights.set_value(weights)
         return network
+
+
+def anew(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
+    """An array of two axes or more, drawn with its mean and its spread: another start."""
+    return x if x.ndim < 2 else rng.normal(x.mean(), x.std(), x.shape)
 
 
 def by_evidence(

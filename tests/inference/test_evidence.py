@@ -262,7 +262,7 @@ def test_the_default(change, objective, reason, capsys):
         ({"network": nnx.Linear(3, 2000, rngs=nnx.Rngs(0))}, '5,000 weights.*8,000.*"elbo"'),
         ({"network": mj.Bayesian(linear(2))}, 'plain network.*Got a Bayesian.*"elbo"'),
         ({"random": nnx.PathContains("kernel")}, 'Got random, for the ELBO.*"elbo"'),
-        ({"objective": "elbo", "members": 2}, 'several members. Got the ELBO.*"evidence"'),
+        ({"objective": "plain", "kl_weight": 0.5}, 'no belief for plain .* Got kl_weight.*"elbo"'),
         ({"likelihood": NOISY, "network": linear(3)}, "2 D outputs.*Got 3 outputs"),
         ({"members": 1.5}, "whole number of members. Got 1.5"),
         ({"members": 0}, "positive number as members"),

@@ -291,3 +291,27 @@ def test_bad_input(change, error, words):
     arguments = {"network": linear(), "data": (X, X[:, 0]), "likelihood": GAUSSIAN}
     with pytest.raises(error, match=words):
         mj.fit(**{**arguments, **change})
+
+
+def test_several_members_are_plain_networks_with_starts_of_their_own():
+    options = {
+        "members": 2,
+        "max_steps": 100,
+        "learning_rate": 0.1,
+        "progress": False,
+        "receipt": True,
+    }
+    model, receipt = mj.fit(linear(2), CATEGORICAL, (100 * X, LABELS), **options)
+    assert receipt.objective == "plain"
+    assert len(receipt.history) == 4
+    parts, found = [member.predict(100 * X) for member in model.members], model.predict(100 * X)
+    assert not any(member.owned or member.kl() for member in model.members)
+    assert abs(parts[0].probs - parts[1].probs).max() > 0.01
+    np.testing.assert_allclose(found.probs, (parts[0].probs + parts[1].probs) / 2, rtol=1e-5)
+    assert (found.label == LABELS).mean() > 0.6
+    again, _ = mj.fit(linear(2), CATEGORICAL, (100 * X, LABELS), **options | {"seed": 1})
+    first = fit(linear(2), CATEGORICAL, (100 * X, LABELS), objective="elbo", **options)[0].members[
+        1
+    ]
+    assert first.owned  # an average of beliefs, when it is asked for
+    assert abs(again.members[0].predict(100 * X).probs - parts[1].probs).max() > 1e-4
