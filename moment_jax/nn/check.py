@@ -27,6 +27,7 @@ ENTRIES = 32  # of an example's output, whose derivatives are taken
 LITTLE = 0.1  # noise at which a network is nearly linear
 MOST = 2**28  # numbers of their gradients
 WRONG = 0.1  # error there that is no rounding
+AT_ONCE = 80  # examples in several sampled networks together, to bound memory
 MATTERS, RELATIVE = 0.02, 0.1  # error of an expected log likelihood: in nats, and of its size
 
 
@@ -224,5 +225,7 @@ def drawn(
         return output, likelihoods.expected("check", likelihood, y, certain, model.batch_axes)
 
     keys = jax.random.split(key, samples)
-    outputs, fits = jax.lax.map(of_network, keys, batch_size=min(samples, 10))
+    size = jax.tree.leaves(inputs)[0].shape[0] if model.batch_axes and inputs else 1
+    together = min(samples, max(1, AT_ONCE // size))
+    outputs, fits = jax.lax.map(of_network, keys, batch_size=together)
     return outputs.mean(axis=0), outputs.std(axis=0, ddof=1), fits
