@@ -24,10 +24,11 @@ from moment_jax.propagation import linearised
 from moment_jax.propagation.propagator import is_random_input
 
 ENTRIES = 32  # of an example's output, whose derivatives are taken
-AT_ONCE = 10  # networks drawn
+AT_ONCE = 10  # networks drawn, of which the bar tells
 LITTLE = 0.1  # noise at which a network is nearly linear
 MOST = 2**28  # numbers of their gradients
 WRONG = 0.1  # error there that is no rounding
+TOGETHER = 1024  # examples in several sampled networks at once, to bound memory
 MATTERS, RELATIVE = 0.02, 0.1  # error of an expected log likelihood: in nats, and of its size
 
 
@@ -229,4 +230,6 @@ def drawn(graph: Any, state: Any, inputs: Any, y: Any, keys: Array, *, known: St
         certain = Moments(output, Diagonal(jnp.zeros_like(output)))
         return output, likelihoods.expected("check", likelihood, y, certain, model.batch_axes)
 
-    return jax.lax.map(of_network, keys, batch_size=min(len(keys), AT_ONCE))
+    size = jax.tree.leaves(inputs)[0].shape[0] if model.batch_axes and inputs else 1
+    together = min(len(keys), max(1, TOGETHER // size))
+    return jax.lax.map(of_network, keys, batch_size=together)
