@@ -20,16 +20,12 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     pytest.importorskip("pdoc", reason="the site needs pip install 'moment_jax[docs]'")
-    out = tmp_path_factory.mktemp("site")
+    out = tmp_path_factory.mktemp("site").resolve()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, ROOT / ".github" / "site" / "build.py", out]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment())
-    assert told.returncode == 0, told.stderr[-2000:]
+    told = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (told.returncode, told.stderr) == (0, "")
     return out
-
-
-def environment():
-    """The packages of this process, with this copy of the library."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
 
 
 class Page(HTMLParser):
@@ -47,7 +43,7 @@ class Page(HTMLParser):
 
 
 def test_every_link_leads_to_a_page_and_a_place_in_it(site):
-    pages = {path.resolve(): Page(path) for path in site.rglob("*.html")}
+    pages = {path: Page(path) for path in site.rglob("*.html")}
     lost = []
     for path, page in pages.items():
         for link in page.links:
@@ -59,9 +55,7 @@ def test_every_link_leads_to_a_page_and_a_place_in_it(site):
             if not target.is_file() or (place and place not in pages[target].names):
                 lost.append((path.relative_to(site).as_posix(), link))
     assert not lost
-    assert {f"moment_jax/{room}.html" for room in ("nn", "optim", "inference")} <= {
-        path.relative_to(site.resolve()).as_posix() for path in pages
-    }
+    assert site / "moment_jax" / "nn.html" in pages
 
 
 def test_a_browser_shows_the_first_page(site, tmp_path):

@@ -15,7 +15,7 @@ from sklearn.pipeline import make_pipeline
 import moment_jax as mj
 from experiments.classify import methods
 from experiments.classify.compared import Compared, compared, mc_dropout, nll
-from experiments.classify.methods import Trainer, stacked
+from experiments.classify.methods import Answers, Trainer, stacked
 from experiments.intents.texts import PADDING, IntentSet, Part
 
 KL_WEIGHTS = (0.01, 0.03, 0.1)
@@ -68,19 +68,24 @@ def logistic_regression(given: IntentSet) -> Compared:
 
 
 def transformers(
-    trainer: Trainer, validation: Part, samples: int
+    trainer: Trainer, seeds: int, validation: Part, samples: int
 ) -> Iterator[tuple[str, Compared]]:
-    """Train the Transformers one after the other; open settings have the best validation NLL."""
-    copies = len(trainer.keys)
-    held_out = stacked(validation, copies)
+    """Train the Transformers one after the other; open settings have the best validation NLL.
+
+    The trainer has copies as for `classify`: the first members of all seeds, then the second ones.
+    """
+    every, members = trainer.plain("plain Transformers"), len(trainer.keys) // seeds
+    trainer, plain = trainer.first(seeds), every.first(seeds)
+    held_out = stacked(validation, seeds)
 
     def alike(method: Compared) -> Compared:
         """The method with the same texts (N, ...) for all copies."""
         predict = method.predict
-        return method._replace(predict=lambda t: predict(np.broadcast_to(t, (copies, *t.shape))))
+        return method._replace(predict=lambda t: predict(np.broadcast_to(t, (seeds, *t.shape))))
 
-    plain = trainer.plain("plain Transformers")
     yield "plain Transformer", alike(compared(methods.mean_softmax, plain, trainer.keys))
+    together = Answers(methods.mean_softmax, every.members(seeds), trainer.keys)
+    yield f"{members} plain Transformers", alike(Compared(together, every.seconds, {}))
     yield "MC dropout", alike(mc_dropout(trainer, held_out, samples, nll))
     # From the plain networks by the ELBO of drawn networks, predicted by moments.
     analytic = methods.moments, methods.expected_softmax
