@@ -51,55 +51,25 @@ class Belief(Module):
     L L^T with L lower triangular and softplus on its diagonal.
 
     Args:
-      mean: initial mean, of any shape.
-      family: `Point`, `Factorized`, `OutputShared`, `KroneckerEigen` or `FullNormal` of
-        `mj.posterior`; `OutputShared` and `KroneckerEigen` are for matrices only.
-      scale: initial standard deviation of every entry.
-      shape: of the array, where the belief is about it as a matrix.
+      posterior: the first one, of a family of `mj.posterior`.
 
     Raises:
-      ValueError: if the scale is not positive, or the family does not fit the array.
-      TypeError: if `family` is none of these.
+      ValueError: if the family is another one, or a covariance is singular.
     """
 
-    def __init__(
-        self, mean: Array, *, family: type[Posterior] = families.Factorized,
-        scale: Array | float = 0.01, shape: tuple[int, ...] | None = None,
-    ) -> None:  # fmt: skip
-        if family not in FAMILIES:
-            names = ", ".join(known.__name__ for known in FAMILIES)
-            raise TypeError(f"`Belief` needs a posterior family, one of {names}. Got {family!r}.")
-        known = known_values(scale)
-        if known is not None and not known > 0:
-            raise ValueError(
-                f"`Belief` needs a positive scale. Got {scale}. For a certain array, use family=Point."
-            )
-        if mean.ndim != 2 and family in OF_MATRICES:
-            raise ValueError(
-                f"`Belief` needs a matrix for {family.__name__}. Got an array of shape "
-                f"{tuple(mean.shape)}; for biases, gains and positions use Factorized."
-            )
-        self.shape = tuple(mean.shape) if shape is None else shape
-        self.family: Any = family
-        self.mean = VariationalMean(mean)
-        raw = _initial_raw(family, tuple(mean.shape), jnp.asarray(scale, mean.dtype))
-        self.raw = nnx.data({name: VariationalScale(x) for name, x in raw.items()})
+    def __init__(self, posterior: Posterior) -> None:
+        self.hold(posterior)
         self.set_prior(GaussianPrior())
 
-    @classmethod
-    def of(cls, posterior: Posterior) -> "Belief":
-        """The belief with this posterior.
-
-        Raises:
-          ValueError: if the family is not supported, or a covariance is singular.
-        """
+    def hold(self, posterior: Posterior) -> None:
+        """Take another posterior."""
         known = posterior.matrix
-        raw = stored_form(known)
-        belief = cls(known.mean, family=families.Point, shape=posterior.shape)
-        belief.family = next(f for f in FAMILIES if isinstance(known, f))
-        dtype = jnp.promote_types(known.mean.dtype, jnp.float32)
-        belief.raw = nnx.data({k: VariationalScale(jnp.asarray(v, dtype)) for k, v in raw.items()})
-        return belief
+        wide = jnp.promote_types(known.mean.dtype, jnp.float32)
+        raw = stored_form(known).items()
+        kept = {k: x if x.dtype == known.mean.dtype else x.astype(wide) for k, x in raw}
+        self.shape, self.mean = posterior.shape, VariationalMean(known.mean)
+        self.family: Any = next(f for f in FAMILIES if isinstance(known, f))
+        self.raw = nnx.data({name: VariationalScale(x) for name, x in kept.items()})
 
     @property
     def posterior(self) -> Posterior:
@@ -129,13 +99,6 @@ class Belief(Module):
             if name in ("scale", "entries"):
                 raw.set_value(_scaled(name, raw[...], factor))
 
-    def set_sds(self, sds: Array | float) -> None:
-        """Take independent entries of these standard deviations, a number or an array."""
-        mean = self.mean[...].reshape(self.shape)
-        raw = _inverse_softplus(jnp.broadcast_to(jnp.asarray(sds, mean.dtype), self.shape))
-        self.family, self.mean = families.Factorized, VariationalMean(mean)
-        self.raw = nnx.data({"scale": VariationalScale(raw)})
-
     def set_prior(self, prior: GaussianPrior, learn: bool = False) -> None:
         """Take this prior; with `learn`, a factor of its standard deviations is learned."""
         dtype = self.mean[...].dtype
@@ -158,10 +121,6 @@ class Belief(Module):
             sd = sd * jnp.exp(self.prior_log_scale[...])
         return GaussianPrior(self.prior_mean[...], sd**2)
 
-    def kl(self) -> Array:
-        """KL(belief || prior), a scalar, in nats."""
-        return self.posterior.kl(self.prior)
-
 
 def stored_form(belief: Posterior) -> dict[str, Array]:
     """The unconstrained parameters of a belief: inverses of softplus and of L L^T."""
@@ -177,7 +136,7 @@ def stored_form(belief: Posterior) -> dict[str, Array]:
             f"A module needs {', '.join(known.__name__ for known in FAMILIES)} of its own shape. Got "
             f"{type(belief).__name__} of shape {belief.shape}."
         )
-    return {**basis, "scale": _inverse_softplus(jnp.sqrt(belief.variance))}
+    return {**basis, "scale": _raw(belief.variance)}
 
 
 def _root(cov: Array) -> Array:
@@ -216,23 +175,14 @@ def matrix_shape(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 @inlined
+def _raw(variance: Array) -> Array:
+    return _inverse_softplus(jnp.sqrt(variance))
+
+
+@inlined
 def _inverse_softplus(x: Array) -> Array:
     """log(exp(x) - 1); -inf at zero, where softplus gives zero again."""
     return x + jnp.log(-jnp.expm1(-x))
-
-
-@partial(inlined, static_argnums=(0, 1))
-def _initial_raw(family: Any, shape: tuple[int, ...], scale: Array) -> dict[str, Array]:
-    """Parameters of a standard deviation of `scale` for every entry."""
-    raw, value = {}, _inverse_softplus(scale)
-    for name in FAMILIES[family]:
-        if name.endswith("basis"):
-            raw[name] = jnp.eye(shape[name == "out_basis"], dtype=value.dtype)
-        elif name == "scale":
-            raw[name] = jnp.full(shape[family is families.OutputShared :], value)
-        else:
-            raw[name] = value * jnp.eye(math.prod(shape), dtype=value.dtype)
-    return raw
 
 
 @partial(inlined, static_argnums=0)
@@ -254,21 +204,35 @@ def begun(arrays: dict[Path, Array], family: Family, relative_scale: float) -> d
     for path, value in arrays.items():
         kind: Any = family if isinstance(family, type) else family(path)
         if kind not in FAMILIES:
-            Belief(value, family=kind)  # raises
-        shape = tuple(value.shape)
-        matrix: tuple[int, ...] = matrix_shape(str(path[-1]), shape)
-        if kind not in OF_MATRICES:
-            matrix = shape
-        elif matrix[1] == 1:
+            names = ", ".join(known.__name__ for known in FAMILIES)
+            raise TypeError(f"`family` needs a posterior family, one of {names}. Got {kind!r}.")
+        matrix = matrix_shape(str(path[-1]), tuple(value.shape))
+        if kind in OF_MATRICES and matrix[1] == 1:
             if not isinstance(family, type):
                 raise ValueError(
                     f"`family` needs to fit every array. Got {kind.__name__}, a family of "
                     f"matrices, for the vector {joined(path)}. Return Factorized for it."
                 )
-            kind, matrix = families.Factorized, shape
-        scale = relative_scale * size_of(value)
-        found[path] = Belief(value.reshape(matrix), family=kind, scale=scale, shape=shape)
+            kind = families.Factorized
+        found[path] = Belief(_first(kind, matrix, value, relative_scale))
     return found
+
+
+@partial(inlined, static_argnums=(0, 1))
+def _first(kind: Any, matrix: tuple[int, int], mean: Array, relative_scale: float) -> Posterior:
+    """The belief of a family with this mean and one standard deviation of all entries."""
+    variance = jnp.square(relative_scale * size_of(mean)).astype(mean.dtype)
+    if kind is families.Point:
+        return families.Point(mean)
+    if kind is families.FullNormal:
+        cov = variance * jnp.eye(mean.size, dtype=mean.dtype)
+        return families.FullNormal(mean, cov.reshape(2 * mean.shape))
+    if kind is families.OutputShared:
+        return families.OutputShared(mean, jnp.full(matrix[1], variance))
+    if kind is families.KroneckerEigen:
+        left, right = (jnp.eye(size, dtype=mean.dtype) for size in matrix)
+        return families.KroneckerEigen(mean, left, right, jnp.full(matrix, variance))
+    return families.Factorized(mean, jnp.full_like(mean, variance))
 
 
 @inlined
@@ -290,7 +254,7 @@ def placed(beliefs: Any, arrays: dict[Path, Array]) -> dict[Path, Any]:
         )
     for path, x in found.items():
         try:
-            found[path] = Belief.of(x) if isinstance(x, Posterior) else jnp.asarray(x)
+            found[path] = Belief(x) if isinstance(x, Posterior) else jnp.asarray(x)
         except ValueError as error:
             raise ValueError(f"`mj.Bayesian`: {error} It is at {joined(path)}.") from error
     return found
@@ -397,7 +361,9 @@ def changed(
         given = {} if sds is None else dict.fromkeys(chosen, sds)
     for path, sd in given.items():
         _check_positive(call, "standard deviations", path, sd)
-        random[path].set_sds(sd * size_of(chosen[path]) if relative else sd)
+        sd = sd * size_of(chosen[path]) if relative else sd
+        variance = jnp.broadcast_to(jnp.square(sd), chosen[path].shape).astype(chosen[path].dtype)
+        random[path].hold(families.Factorized(chosen[path], variance))
     for path, x in priors(call, prior, scale, arrays).items():
         if path in chosen:
             random[path].set_prior(x, learn=random[path].prior_log_scale is not None)

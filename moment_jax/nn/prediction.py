@@ -39,13 +39,13 @@ def predicted(
     known = Static(options)
     size = jax.tree.leaves(inputs)[0].shape[0] if axes and inputs else 0
     if size <= batch_size:
-        return _run(_predicted, model, inputs, known)
+        return _run(model, inputs, known, predicts=True)
     parts = []
     for first in range(0, size, batch_size):
         rows = np.arange(first, first + batch_size)
         rows = np.where(rows < size, rows, first)
         batch = jax.tree.map(lambda x, rows=rows: jnp.asarray(x)[rows], inputs)
-        parts.append(_run(_predicted, model, batch, known))
+        parts.append(_run(model, batch, known, predicts=True))
     return _joined(parts, size)
 
 
@@ -59,7 +59,7 @@ def compiled_pass(model: Any, inputs: Any, options: dict[str, Any]) -> Any:
     if _traced((nnx.state(model), inputs, options)):
         note_unheld(model)
         return moments_of(model, inputs, options)
-    return _run(run_pass, model, inputs, Static(options))
+    return _run(model, inputs, Static(options), predicts=False)
 
 
 def moments_of(model: Any, inputs: tuple[Any, ...], options: Any) -> Any:
@@ -150,17 +150,16 @@ def _output_shape(model: Any, inputs: tuple[Any, ...], options: Any) -> tuple[in
     return tuple(found.shape[axes:])
 
 
-def _run(program: Any, model: Any, inputs: Any, known: Static) -> Any:
-    """The result of a program, which is held to the law at its first call."""
+def _run(model: Any, inputs: Any, known: Static, predicts: bool) -> Any:
+    """The result of the pass, which is held to the law at its first call."""
     graph, state = nnx.split(model)
+    program = partial(run_pass, graph, known=known, predicts=predicts)
     with compiling(f"the pass of {model.name} ({model.structure.__name__})"):
-        result, _ = program(graph, state, inputs, known=known)
+        result, _ = program(state, inputs)
     if _traced((state, inputs)):
         note_unheld(model)
     else:
-        hold(
-            model, graph, state, inputs, known, lambda x: program(graph, x, inputs, known=known)[1]
-        )
+        hold(model, graph, state, inputs, known, lambda x: program(x, inputs)[1])
     return result
 
 
@@ -182,17 +181,11 @@ def _refused(*_: Any) -> Any:
     )
 
 
-@partial(jax.jit, static_argnums=0, static_argnames="known")
-def _predicted(graph: Any, state: Any, inputs: Any, *, known: Static) -> tuple[Any, Array]:
-    """The predictive distribution, and the mean of the pass, to which the law holds."""
+@partial(jax.jit, static_argnums=0, static_argnames=("known", "predicts"))
+def run_pass(
+    graph: Any, state: Any, inputs: Any, *, known: Static, predicts: bool = False
+) -> tuple[Any, Array]:
+    """The moments, or their predictive distribution, and the mean, to which the law holds."""
     model: Any = nnx.merge(graph, state)
     moments = moments_of(model, inputs, known.value)
-    return model.likelihood(moments), moments.mean
-
-
-@partial(jax.jit, static_argnums=0, static_argnames="known")
-def run_pass(graph: Any, state: Any, inputs: Any, *, known: Static) -> tuple[Any, Array]:
-    """The moments, and their mean."""
-    model: Any = nnx.merge(graph, state)
-    moments = moments_of(model, inputs, known.value)
-    return moments, moments.mean
+    return model.likelihood(moments) if predicts else moments, moments.mean
