@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from functools import partial
 from types import SimpleNamespace
 
@@ -100,18 +101,24 @@ def fail(*_):
 )
 def test_ctrl_c_or_an_error_stops_all_that_train_together(tmp_path, capfd, happens, error, words):
     task = small_task(10**9)
-    program = task.compile(Point(), KEY).call
+    program, begun = task.compile(Point(), KEY).call, threading.Event()
 
     def advance(state, given, first, count):
         if int(first) == 200:
+            assert begun.wait(60)  # the other has something to save
             happens()
         return program(state, given, first, count)
+
+    def goes_on(state, given, first, count):
+        found = program(state, given, first, count)
+        begun.set()
+        return found
 
     def train(name, advance, request):
         with Checkpoints(tmp_path / name, {}, resume=False) as store:
             return fit(task, Point(), KEY, store, advance, request)
 
-    one, other = partial(train, "one", advance), partial(train, "other", program)
+    one, other = partial(train, "one", advance), partial(train, "other", goes_on)
     with pytest.raises(error, match=words):
         together([one, other, partial(train, "late", program)], threads=2)
     assert not (tmp_path / "late").exists()
