@@ -189,10 +189,8 @@ def undo_bad_steps(inner: GradientTransformation) -> GradientTransformationExtra
                 "`undo_bad_steps` compares parameters, so it needs update(grads, state, params, "
                 "factors=factors). Got no params."
             )
-        loss, first = (
-            jnp.asarray(jnp.nan if value is None else value, jnp.float32),
-            state.number == 0,
-        )
+        loss = jnp.asarray(jnp.nan if value is None else value, jnp.float32)
+        first = state.number == 0
         far = (loss > state.average + DEVIATIONS * state.deviation) | ~jnp.isfinite(loss)
         back = far & ~first & state.may_undo & (value is not None)
         last_step = jax.tree.map(lambda new, old: new - old, params, state.previous)
@@ -212,10 +210,8 @@ def undo_bad_steps(inner: GradientTransformation) -> GradientTransformationExtra
             lambda step, moved: jnp.where(back, -moved.astype(step.dtype), step), steps, last_step
         )
         takes = ~back & jnp.isfinite(loss)
-        share, change = (
-            jnp.where(first, 1, SHARE) * takes,
-            jnp.where(takes, loss - state.average, 0),
-        )
+        share = jnp.where(first, 1, SHARE) * takes
+        change = jnp.where(takes, loss - state.average, 0)
         distance = jnp.abs(change) / jnp.where(first, 4, 1)
         average = state.average + share * change
         deviation = state.deviation + share * (distance - state.deviation)
