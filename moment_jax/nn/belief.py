@@ -343,11 +343,11 @@ def changed(
 ) -> None:  # fmt: skip
     """Change beliefs and certain weights, by path, in place: see `Bayesian.with_beliefs`."""
     call, selects = "with_beliefs", nnx.filterlib.to_predicate(where)
-    arrays = {p: x.posterior.mean if isinstance(x, Belief) else x[...] for p, x in weights.items()}
+    means_of = {p: x.mean if isinstance(x, Belief) else x for p, x in weights.items()}
+    arrays = {p: x[...].reshape(getattr(weights[p], "shape", x.shape)) for p, x in means_of.items()}
     for path, x in in_places(call, means or {}, arrays, "means", "an array", ARRAYS).items():
-        of, arrays[path] = weights[path], jnp.asarray(x, arrays[path].dtype)
-        of = of.mean if isinstance(of, Belief) else of
-        of.set_value(arrays[path].reshape(of.shape))
+        arrays[path] = jnp.asarray(x, arrays[path].dtype)
+        means_of[path].set_value(arrays[path].reshape(means_of[path].shape))
     random = {path: x for path, x in weights.items() if isinstance(x, Belief)}
     chosen = {path: arrays[path] for path, x in random.items() if selects(path, x.mean)}
     if not chosen:

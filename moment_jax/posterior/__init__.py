@@ -9,7 +9,7 @@
 | `FullNormal` | everything | in out + (in out)^2 | any array |
 
 A kernel may also be an array of more axes, such as (D, heads, width): its `matrix` has two. Beliefs
-about trained networks come from `mj.laplace` and `from_second_moments`.
+about trained networks come from `mj.laplace`.
 
 "Any array" includes a bias or a gain (D,). A belief is an immutable pytree: it passes through `jit`,
 `vmap`, `grad` and `scan`, and an optimiser updates its arrays. A stack of beliefs (one for each layer,
@@ -18,9 +18,9 @@ say) has leading axes on every array; call its methods under `jax.vmap`.
 
 from moment_jax.posterior.base import GaussianPrior, Posterior, sample_params
 from moment_jax.posterior.correlated import FullNormal, KroneckerEigen
-from moment_jax.posterior.independent import Factorized, OutputShared, Point, from_second_moments
+from moment_jax.posterior.independent import Factorized, OutputShared, Point
 
 __all__ = [
     "Factorized", "FullNormal", "GaussianPrior", "KroneckerEigen", "OutputShared", "Point",
-    "Posterior", "from_second_moments", "sample_params",
+    "Posterior", "sample_params",
 ]  # fmt: skip

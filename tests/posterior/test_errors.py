@@ -3,26 +3,16 @@
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
-from moment_jax.posterior import GaussianPrior, Posterior, from_second_moments
+from moment_jax.posterior import GaussianPrior, Posterior
 from tests.builders import KERNEL_FAMILIES
 from tests.posterior.families import IN, KEY, OUT, PRIOR, example, stack
 
 Point, Factorized, OutputShared, KroneckerEigen, FullNormal = KERNEL_FAMILIES
 KERNEL, VECTOR, STACK = np.zeros((IN, OUT)), np.zeros((IN,)), np.zeros((4, IN, OUT))
 X, EYE, SHARED = np.ones((5, IN)), np.eye(IN), example(OutputShared)
-PARAMS = {"w": jnp.ones(2)}
-
-
-def from_adam(params, size):
-    """Its docstring has the variance."""
-    state = () if params is None else optax.adam(1.0).init(params)
-    return from_second_moments(PARAMS, state, dataset_size=size, batch_size=1)
-
 
 CASES = {
     "scalar": (lambda: Factorized(KERNEL, 0.1), "(3, 2) and (). For one", "full_like"),
@@ -58,9 +48,6 @@ CASES = {
         "(3, 2) and (2,)",
         "full_like",
     ),
-    "no_adam": (lambda: from_adam(None, 1), "shapes [{'w': (2,)}]", "one Adam"),
-    "other_parameters": (lambda: from_adam({"w": jnp.ones(3)}, 1), "(3,)", "(2,)"),
-    "no_data": (lambda: from_adam(PARAMS, 0), "positive sizes", "0"),
 }
 
 
