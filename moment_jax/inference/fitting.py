@@ -1,4 +1,4 @@
-"""`fit`: a model from data in one call, trained by the evidence or by the analytic ELBO."""
+"""`fit`: a model from data in one call, trained by the evidence or by the ELBO."""
 
 import functools
 import sys
@@ -79,7 +79,8 @@ def fit(
     each output's variance; one that depends on the input, `mj.objectives.HeteroscedasticGaussian()`, is
     fitted to E[(y - mean)^2] under the belief. Nothing is held out.
 
-    **"elbo"**, for all others: independent Gaussian weights (`Factorized`). The prior scale of each
+    **"elbo"**, for all others: independent Gaussian weights (`Factorized`), by the gradient of one
+    sampled network a step, which is unbiased; `model.elbo` has that of a pass. The prior scale of each
     array is learned, and so is the noise of `mj.Gaussian()`. Training stops when the negative log
     predictive density of held-out data by 16 sampled networks, in which the pass has no say, has not
     improved for `patience` times 50 steps, and keeps the best point. In a large network with little data

@@ -217,18 +217,22 @@ def _linearised(
     return jax.lax.map(of_example, jax.tree.map(lambda x: x.reshape(-1, *x.shape[axes:]), inputs))
 
 
+def of_draw(model: Any, inputs: Any, y: Any, key: Array, options: dict[str, Any]) -> Any:
+    """A sampled network's output, and its log likelihoods (B,) of targets if there are any."""
+    output = as_function(model, options)(sample_params(model.beliefs, key), *inputs)
+    if y is None:
+        return output, None
+    certain = Moments(output, Diagonal(jnp.zeros_like(output)))
+    return output, likelihoods.expected("check", model.likelihood, y, certain, model.batch_axes)
+
+
 @partial(jax.jit, static_argnums=0, static_argnames="known")
 def drawn(graph: Any, state: Any, inputs: Any, y: Any, keys: Array, *, known: Static) -> Any:
     """Sampled networks' outputs, one for each key, and their fits (S, B) to targets, in nats."""
     model: Any = nnx.merge(graph, state)
-    fn, likelihood = as_function(model, known.value), model.likelihood
 
     def of_network(key: Array) -> Any:
-        output = jnp.asarray(fn(sample_params(model.beliefs, key), *inputs))
-        if y is None:
-            return output, None
-        certain = Moments(output, Diagonal(jnp.zeros_like(output)))
-        return output, likelihoods.expected("check", likelihood, y, certain, model.batch_axes)
+        return of_draw(model, inputs, y, key, known.value)
 
     size = jax.tree.leaves(inputs)[0].shape[0] if model.batch_axes and inputs else 1
     together = min(len(keys), max(1, TOGETHER // size))
