@@ -440,16 +440,6 @@ class Moments(NamedTuple):
         return by_shapes(self)
 
 
-def check_dense(dense: Array) -> None:
-    """Raise unless `dense` has the shape (T, D, T, D)."""
-    if dense.ndim != 4 or dense.shape[:2] != dense.shape[2:]:
-        raise ValueError(
-            "A dense covariance needs the shape (T, D, T, D). Got "
-            f"{tuple(dense.shape)}. For the covariance of the flattened array, use "
-            "cov.reshape(T, D, T, D)."
-        )
-
-
 def plus(left: Any, right: Any) -> Any:
     """The sum of two cross-covariances, of which None is zero."""
     if left is None or right is None:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance.base import Covariance, RandomKernel, check_dense
-from moment_jax.covariance.fields import check_fields, check_variances, register_fields
+from moment_jax.covariance.base import Covariance, RandomKernel
+from moment_jax.covariance.fields import check_dense, check_fields, check_variances, register_fields
 from moment_jax.covariance.numerics import safe_divide, safe_sqrt, vector_variance
 from moment_jax.xla import diagonal_matrix
 

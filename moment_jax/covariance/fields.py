@@ -119,6 +119,16 @@ def check_floating(call: str, array: object) -> None:
         )
 
 
+def check_dense(dense: jax.Array) -> None:
+    """Raise unless `dense` has the shape (T, D, T, D)."""
+    if dense.ndim != 4 or dense.shape[:2] != dense.shape[2:]:
+        raise ValueError(
+            "A dense covariance needs the shape (T, D, T, D). Got "
+            f"{tuple(dense.shape)}. For the covariance of the flattened array, use "
+            "cov.reshape(T, D, T, D)."
+        )
+
+
 def check_variances(call: str, array: Any, axes: str = "") -> None:
     """Raise if variances are known and negative beyond rounding.
 

@@ -6,8 +6,8 @@ from typing import ClassVar, Self
 
 from jax import Array
 
-from moment_jax.covariance.base import Covariance, check_dense
-from moment_jax.covariance.fields import check_fields, check_variances, register_fields
+from moment_jax.covariance.base import Covariance
+from moment_jax.covariance.fields import check_dense, check_fields, check_variances, register_fields
 
 
 @register_fields

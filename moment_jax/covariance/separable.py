@@ -13,7 +13,7 @@ from jax import Array
 
 from moment_jax.covariance import fields, numerics
 from moment_jax.covariance import token_gram as tg
-from moment_jax.covariance.base import Covariance, RandomKernel, check_dense
+from moment_jax.covariance.base import Covariance, RandomKernel
 from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt, vector_cov
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
@@ -156,7 +156,7 @@ class Separable(Covariance):
 
     @classmethod
     def project(cls, dense: Array, pool: Array | None = None) -> Self:
-        check_dense(dense)
+        fields.check_dense(dense)
         pool = jnp.ones(dense.shape[0], dense.dtype) if pool is None else pool
         return cls.unchecked(
             jnp.einsum("tdtd->td", dense),

@@ -197,8 +197,8 @@ def _compare(model: Bayesian, data: Data) -> None:
 def _loss(model: Bayesian, data: Any, step: Array) -> Array:
     """-ELBO for each example of the data, by one draw and one of the batches (steps, batch, ...).
 
-    Its gradient is unbiased, at a fifteenth of a pass's price; training through a pass goes where that
-    is wrong.
+    Its gradient is unbiased, at a ninth to a fifth of a pass's price; training through a pass goes where
+    that is wrong.
     """
     *batches, size, key = data
     inputs, targets, weight = jax.tree.map(lambda x: x[step % STEPS_AT_ONCE], batches)

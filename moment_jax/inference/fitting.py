@@ -39,9 +39,7 @@ class FitReceipt(NamedTuple):
     For the evidence, -log evidence / N stands in the place of -ELBO / N.
     """
 
-    history: list[
-        tuple[int, float, float]
-    ]  # NaN without held-out data; of one member after another
+    history: list[tuple[int, float, float]]  # member after member; NaN where nothing is held out
     converged: bool  # whether the held-out NLL improved no more, or the evidence changed no more
     objective: str  # "elbo", "evidence" or "plain"
     reason: str  # why that was taken
