@@ -9,8 +9,9 @@ from jax import Array
 from moment_jax.propagation import arrays, errors
 from moment_jax.propagation.arrays import Base, Moments, Sequence
 from moment_jax.propagation.errors import Step
-from moment_jax.propagation.graph import Node, Recorder
+from moment_jax.propagation.graph import Node
 from moment_jax.propagation.propagator import Propagator, rule
+from moment_jax.propagation.recorder import Recorder
 from moment_jax.propagation.regions import weights_of
 from moment_jax.propagation.weights import Weight
 

@@ -19,7 +19,8 @@ from moment_jax.posterior.base import mean_params
 from moment_jax.propagation import arrays, errors, graph, law, primitives
 from moment_jax.propagation.arrays import Axes, Base, Moments, Places, Same, Sequence
 from moment_jax.propagation.errors import LINEARISE, PropagationError, Step, Steps, shapes
-from moment_jax.propagation.graph import GIVEN, Node, Recorder, Value
+from moment_jax.propagation.graph import GIVEN, Node, Value
+from moment_jax.propagation.recorder import Recorder
 from moment_jax.propagation.regions import reads
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import materialized_inputs
