@@ -214,8 +214,8 @@ class Encoder(_Stack):
       num_features: D.
       num_heads: H, a divisor of D.
       hidden_features, norm_first, activation, epsilon: as for `EncoderBlock`.
-      scan: one compiled loop over the blocks, whose weights are stacked: twelve blocks compile like two,
-        and a gradient of few blocks takes longer. Beliefs about stacks are `Factorized`.
+      scan: one compiled loop over the blocks also in the plain network, whose weights are stacked.
+        Beliefs about stacks are `Factorized`.
       remat: recompute each block in the backward pass instead of storing what it needs.
 
     Raises:

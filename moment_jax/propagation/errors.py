@@ -48,7 +48,7 @@ def where(sources: tuple[Any, ...]) -> str:
         ]
         for source in sources
     ]
-    for inner, outer in zip(lines, [*lines[1:], []], strict=True):
+    for inner, outer in zip(lines, [*lines[1:], []], strict=False):
         if inner and (not outer or outer[0] in inner):
             return inner[0]
     return "an unknown line"

@@ -1,6 +1,7 @@
-"""Loops that are kept: a scan over stacked weights, and what `jax.checkpoint` recomputes."""
+"""Loops that are kept: scans over stacked weights, equal blocks, and `jax.checkpoint`."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,86 +10,165 @@ from jax import Array
 from moment_jax.propagation import arrays, errors
 from moment_jax.propagation.arrays import Base, Moments, Sequence
 from moment_jax.propagation.errors import Step
-from moment_jax.propagation.graph import Node
+from moment_jax.propagation.graph import Node, Value, weights_in
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.recorder import Recorder
 from moment_jax.propagation.regions import weights_of
 from moment_jax.propagation.weights import Weight
 
-_SHARED = "landmarks", "pool", "reading", "output"
+_SHARED = "structure", "landmarks", "pool", "reading", "output"
+_Carry = tuple[Array, Any]  # mean and covariance of what a loop carries
+_Start = Callable[[Propagator], Any]  # what enters a body, as a value of its propagator's
+
+
+class _ChangedError(Exception):
+    """A step that changes what is kept of a covariance."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Loop:
+    """What is computed again and again: propagated as anything else, of arrays of known moments."""
+
+    propagator: Propagator  # of the graph that holds the loop
+    node: Node
+    outer: dict[Node, Moments]  # the random operands
+
+    @property
+    def start(self) -> Any:
+        """What enters at first."""
+        return self.node.operands[self.node.params["carry"]]
+
+    def given(self, x: Sequence, numbers: Callable[[], _Carry], of: Value) -> _Start:
+        """An array laid out as x, with these moments, that depends on what another depends on."""
+        weights = weights_in(of)
+        own = frozenset(weights_of(of, [])) if isinstance(of, Node) else weights
+        places = arrays.ordered(self.node.shape, *x.axes)
+        return lambda inner: inner.given(
+            Moments(Base(x.shape, numbers), places), self.start.dtype, own, weights - own
+        )
+
+    def planned(
+        self,
+        start: _Start,
+        rows: dict[int, Any],
+        steps: dict[Node, Step],
+        stand_for: range = range(1),
+    ) -> tuple[Value, Moments]:
+        """The output of what enters and of a row of each stack; nothing is computed."""
+        p, outside = self.node.params, self.propagator
+        inner = Propagator(**{name: getattr(outside, name) for name in _SHARED})
+        inner.repeats.update(outside.repeats)
+
+        def argument(i: int, value: Any) -> Any:
+            if i == p["carry"]:
+                return start(inner)
+            if i in rows:
+                return value.of_rows(rows[i], stand_for) if isinstance(value, Weight) else rows[i]
+            if not isinstance(value, Node):
+                return value
+            base, places = self.outer[value].base, self.outer[value].places
+            known = Moments(Base(base.shape, lambda: base.numbers[:2]), places)
+            return inner.given(known, value.dtype, value.weights)
+
+        arguments = [argument(i, value) for i, value in enumerate(self.node.operands)]
+        (out,) = Recorder(inner.repeats).run(p["body"], p["consts"], arguments)
+        found = inner.moments(out)
+        steps.update(inner.steps)
+        outside.pool, outside.reading = inner.pool, inner.reading
+        return out, found
+
+    def result(self, y: Sequence, compute: Callable[[], _Carry]) -> Moments:
+        """The output, laid out as y."""
+
+        def computed() -> _Carry:
+            for known in self.outer.values():
+                known.base.numbers  # noqa: B018 (before the loop, not in it)
+            return compute()
+
+        return Moments(Base(y.shape, computed, None), arrays.ordered(self.node.shape, *y.axes))
 
 
 @rule("loop")
-def _loop(propagator: Propagator, node: Node) -> Moments:
-    """The body's moments by one `lax.scan` over (mean, cov), or recomputed in the backward pass.
+def _recomputed(propagator: Propagator, node: Node) -> Moments | None:
+    """The moments of what `jax.checkpoint` computes, recomputed in the backward pass."""
+    options = node.params["options"]
+    if "length" in options:
+        return None
+    loop = _Loop(propagator, node, {v: propagator.moments(v) for v in node.nodes})
+    x = loop.outer[loop.start].sequence()
 
-    The body is propagated as anything else, with rows of the stacks in place of the weights. What it
-    carries depends on the weights before the loop, and rows of a stack are independent.
+    def planned(numbers: Callable[[], _Carry], steps: dict[Node, Step]) -> Sequence:
+        return loop.planned(loop.given(x, numbers, loop.start), {}, steps)[1].sequence()
+
+    def body(mean: Array, cov: Any) -> _Carry:
+        return planned(lambda: (mean, _pooled_alike(propagator, cov)), {}).moments
+
+    def compute() -> _Carry:
+        return jax.checkpoint(body, **options)(x.mean, _pooled_alike(propagator, x.cov))
+
+    return loop.result(planned(lambda: x.moments, propagator.steps), compute)
+
+
+@rule("loop")
+def _scanned(propagator: Propagator, node: Node) -> Moments:
+    """The body's moments by one `lax.scan` over (mean, cov), with rows of the stacks as weights.
+
+    Rows are independent, and what is carried depends on all that the first result depends on. The
+    backward pass recomputes each step: to keep all of its arrays costs more memory, and more time.
+    A first step that changes the layout, or what is kept of a covariance, stands before the loop.
     """
-    p, operands = node.params, node.operands
-    carry, length = p["carry"], p["length"]
-    start = operands[carry]
-    axes = (m := propagator.moments(start)).natural()
-    x = m.sequence(*axes)
-    outer = {i: propagator.moments(v) for i, v in enumerate(operands) if isinstance(v, Node)}
-    stacked = range(carry + 1, len(operands)) if length is not None else range(0)
-    rows = {i: v.posterior if isinstance(v := operands[i], Weight) else v for i in stacked}
+    loop = _Loop(propagator, node, {v: propagator.moments(v) for v in node.nodes})
+    p, options, start = node.params, node.params["options"], loop.start
+    stacks = dict(enumerate(node.operands[p["carry"] + 1 :], p["carry"] + 1))
+    rows = {i: v.posterior if isinstance(v, Weight) else v for i, v in stacks.items()}
+    row = jax.tree.map(lambda a: a[0], rows)
+    x = propagator.moments(start).sequence()
+    once: dict[Node, Step] = {}
+    at_first = (
+        loop.given(x, lambda: x.moments, start) if isinstance(start, Node) else lambda _: start
+    )
+    out, found = loop.planned(at_first, row, once)
+    y = found.sequence()
 
-    def planned(start_base: Base, rows: dict[int, Any], steps: dict[Node, Step]) -> Sequence:
-        """The output of the body, of the array that it carries and of one row of each stack."""
-        shared = {name: getattr(propagator, name) for name in _SHARED}
-        inner = Propagator(propagator.structure, **shared)
-        inner.repeats.update(propagator.repeats)
-
-        def argument(i: int, value: Any) -> Any:
-            if i == carry:
-                found = Moments(start_base, arrays.ordered(start.shape, *axes))
-                own = frozenset(weights_of(start, []))
-                return inner.given(found, start.dtype, own, start.weights - own)
-            if isinstance(value, Node):
-                known = outer[i]
-                base = Base(known.base.shape, lambda: known.base.numbers[:2])
-                return inner.given(Moments(base, known.places), value.dtype, value.weights)
-            if i not in rows:
-                return value
-            if not isinstance(value, Weight):
-                return rows[i]
-            return dataclasses.replace(Weight.of(rows[i]), root=value.origin, rows=value.rows)
-
-        arguments = [argument(i, value) for i, value in enumerate(operands)]
-        (out,) = Recorder(inner.repeats).run(p["body"], p["consts"], arguments)
-        found = inner.moments(out).sequence(*axes)
-        steps.update(inner.steps)
-        if length is None:
-            propagator.pool, propagator.reading = inner.pool, inner.reading
-        return found
+    def planned(numbers: Callable[[], _Carry], rows: Any, steps: dict[Node, Step]) -> Sequence:
+        later = range(1, options["length"])
+        return loop.planned(loop.given(y, numbers, out), rows, steps, later)[1].sequence(*y.axes)
 
     # Once in advance, so that what it has no rule for is known before anything is computed.
-    planned(Base(x.shape, lambda: x.moments), jax.tree.map(lambda a: a[0], rows), propagator.steps)
+    planned(lambda: y.moments, row, propagator.steps)
+    alike = isinstance(start, Node) and (x.shape, x.axes) == (y.shape, y.axes)
+    if not alike:
+        propagator.steps.update(once)
 
-    def body(mean: Array, cov: Any, rows: dict[int, Any]) -> tuple[Array, Any]:
-        y = planned(Base(x.shape, lambda: (mean, _pooled_alike(propagator, cov))), rows, {})
-        form: Any = jax.tree.structure(cov)
-        if jax.tree.structure(y.cov) != form:
-            raise errors.refuse("a loop that changes what is kept of a covariance", node.source, "")
-        return jax.tree.map(lambda new, old: new.astype(old.dtype), y.moments, (mean, cov))
+    def step(at: _Carry, rows: Any) -> tuple[_Carry, None]:
+        mean, cov = at
+        z = planned(lambda: (mean, _pooled_alike(propagator, cov)), rows, {}).moments
+        kinds = [(jax.tree.structure(m), [a.dtype for a in jax.tree.leaves(m)]) for m in (z, at)]
+        if kinds[0] != kinds[1]:
+            raise _ChangedError
+        return z, None
 
-    def compute() -> tuple[Array, Any]:
-        at = x.mean, _pooled_alike(propagator, x.cov)
-        for known in outer.values():
-            known.base.numbers  # noqa: B018 (before the loop, not in it)
-        if length is None:
-            options = {name: p["options"][name] for name in ("policy", "prevent_cse")}
-            return jax.checkpoint(body, **options)(*at, {})
+    holds = {"checkpoint", "remat2"} & {eqn.primitive.name for eqn in p["body"].eqns}
+    body = step if holds else jax.checkpoint(step, prevent_cse=False)
 
-        def step(at: tuple[Array, Any], rows: dict[int, Any]) -> tuple[Any, None]:
-            return body(*at, rows), None
+    def scanned(at: _Carry, rows: Any) -> _Carry:
+        at = at[0], _pooled_alike(propagator, at[1])
+        return jax.lax.scan(body, at, rows, unroll=options["unroll"])[0]
 
-        return jax.lax.scan(step, at, rows, length, unroll=p["options"]["unroll"])[0]
+    def compute() -> _Carry:
+        if alike:
+            try:
+                return scanned(x.moments, rows)
+            except _ChangedError:
+                pass
+        try:
+            return scanned(y.moments, jax.tree.map(lambda a: a[1:], rows))
+        except _ChangedError:
+            what = "a loop that changes what is kept of a covariance"
+            raise errors.refuse(what, node.source, "") from None
 
-    if length is not None:
-        propagator.note(node, "loop", "steps independent")
-    return Moments(Base(x.shape, compute, None), arrays.ordered(node.shape, *axes))
+    propagator.note(node, "loop", "steps independent")
+    return loop.result(y, compute)
 
 
 def _pooled_alike(propagator: Propagator, cov: Any) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +13,7 @@ import numpy as np
 from jax import Array
 from jax.extend import core
 
-from moment_jax.propagation import primitives
+from moment_jax.propagation import blocks, primitives
 from moment_jax.propagation.arrays import Same
 from moment_jax.propagation.errors import LINEARISE, refuse
 from moment_jax.propagation.graph import (
@@ -25,7 +27,7 @@ from moment_jax.propagation.graph import (
     is_random,
     weights_in,
 )
-from moment_jax.propagation.weights import Weight, affine, overlap
+from moment_jax.propagation.weights import Weight, affine, overlap, stack
 
 _DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 _WITH_WEIGHTS = {"add", "add_any", "sub", "mul", "div"}
@@ -40,7 +42,7 @@ class Recorder:
         self.drawn: set[Same] = set()  # random numbers that the function drew
         self.beliefs: dict[Weight, Node] = {}
         self.formed: dict[Weight, tuple[Any, Any]] = {}  # multiples of weights, and from what
-        self.rows: dict[tuple[Weight, str], Weight] = {}  # of stacks
+        self.rows: dict[tuple[Weight, int], Weight] = {}  # of stacks
         self.found: dict[Any, Any] = {}  # results of each operation, which is not repeated
         self.calls: tuple[Any, ...] = ()  # sources of the enclosing calls, innermost first
 
@@ -53,7 +55,19 @@ class Recorder:
 
         env.update(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
-        for eqn in jaxpr.eqns:
+        rows = [] if self.unrolls else blocks.blocks_of(jaxpr)
+        starts = {row.first + i * row.period: (row, i) for row in rows for i in range(row.count)}
+        done = 0
+        for i, eqn in enumerate(jaxpr.eqns):
+            if i < done:
+                continue
+            if i in starts:
+                row, first = starts[i]
+                node, count = self._blocks(row, first, jaxpr.eqns, read)
+                if node is not None:
+                    env[row.carried[first + count]] = node
+                    done = i + count * row.period
+                    continue
             results = self.equation(eqn, [read(v) for v in eqn.invars])
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
@@ -210,12 +224,12 @@ class Recorder:
             axes = (None,) * fixed + (0,) * len(over)
             return self._applied(jax.vmap(core.jaxpr_as_fun(body), axes), operands, eqn)
         steps = range(p["length"])
+        if carry == len(eqn.outvars) == 1 and not p["reverse"]:
+            found = self._looped(eqn, consts, state, over)
+            if found is not None:
+                return [found]
         stacked: dict[int, list[Value]] = {}
         for i in reversed(steps) if p["reverse"] else steps:
-            if i == 1 and not p["reverse"] and len(stacked[0]) == 0:
-                found = self._looped(eqn, consts, state, over)
-                if found is not None:
-                    return [found]
             before = frozenset().union(*map(weights_in, state))
             out = self._entered(eqn, body, [*consts, *state, *(self._row(x, i, eqn) for x in over)])
             state, stacked[i] = out[:carry], out[carry:]
@@ -251,22 +265,47 @@ class Recorder:
         return None
 
     def _looped(self, eqn: Any, consts: Any, state: list[Value], over: Any) -> Node | None:
-        """All steps of a scan but the first as one loop, if that is possible.
-
-        The first step is the graph's own: it shows the layout, the pool and the form of the structure in
-        which the others carry the only random array.
-        """
-        length = eqn.params["length"]
+        """All steps of a scan as one loop, if that is possible."""
         stacks = [x for x in over if isinstance(x, Weight)]
-        simple = len(state) == 1 and isinstance(state[0], Node) and length > 2 and not self.unrolls
         known = not any(isinstance(x, Node) for x in over)
         known = known and not any(isinstance(x, Weight) for x in consts)
-        if not simple or not known or not all(x.is_stack for x in stacks):
+        known = known and not isinstance(state[0], Weight) and eqn.params["length"] > 2
+        if self.unrolls or not known or not all(x.is_stack for x in stacks):
             return None
-        later = [
-            self._row(x, slice(1, length), eqn) if isinstance(x, Weight) else x[1:] for x in over
-        ]
-        return self._loop(eqn, [*consts, *state, *later], len(consts), length - 1)
+        closed = eqn.params["jaxpr"]
+        options = {name: eqn.params[name] for name in ("length", "unroll")}
+        operands = [*consts, *state, *over]
+        return self._loop(_opened(closed), closed.consts, operands, len(consts), options, eqn)
+
+    def _blocks(
+        self, row: blocks.Blocks, first: int, eqns: list[Any], read: Callable[[Any], Value]
+    ) -> tuple[Node | None, int]:
+        """A loop over equal blocks from this one on whose beliefs are alike, and how many these are."""
+        values = [[read(v) for v in column[first:]] for column in row.outside]
+        kinds = [tuple(map(_kind, block)) for block in zip(*values, strict=True)]
+        alike = list(itertools.takewhile(lambda kind: kind == kinds[0], kinds))
+        start, count = read(row.carried[first]), len(alike)
+        columns = list(zip(row.outside, (column[:count] for column in values), strict=True))
+        shared = [(v[0], x[0]) for v, x in columns if _one(x)]
+        own = [(v[0], x) for v, x in columns if not _one(x)]
+        weights = [w for _, x in own for w in x if isinstance(w, Weight)]
+        others = [start, *(x for _, x in shared)]
+        if (
+            count < blocks.FEWEST
+            or not weights
+            or len({id(w.origin) for w in weights}) < len(weights)
+            or not all(w.is_whole for w in weights)
+            or any(isinstance(x, Weight) for x in others)
+            or any(isinstance(x[0], Node) for _, x in own)
+            or overlap(weights, frozenset().union(*map(weights_in, others)))
+        ):
+            return None, 0
+        body = row.body(eqns, [v for v, _ in shared], [v for v, _ in own])
+        operands = [*(x for _, x in shared), start, *(stack(x) for _, x in own)]
+        options = {"length": count, "unroll": 1}
+        node = self._loop(body, (), operands, len(shared), options, eqns[row.first])
+        node.weights |= frozenset(weights)
+        return node, count
 
     def _recomputed(self, eqn: Any, operands: list[Value]) -> list[Value] | None:
         """What `jax.checkpoint` computes of one random array, as one node."""
@@ -274,17 +313,21 @@ class Recorder:
         same = [i for i in nodes if operands[i].shape == eqn.outvars[0].aval.shape]
         if len(eqn.outvars) != 1 or not same:
             return None
-        return [self._loop(eqn, operands, same[0], None)]
+        jaxpr = eqn.params["jaxpr"]
+        options = {name: eqn.params[name] for name in ("policy", "prevent_cse")}
+        consts = getattr(jaxpr, "consts", ())
+        return [self._loop(_opened(jaxpr), consts, operands, same[0], options, eqn)]
 
-    def _loop(self, eqn: Any, operands: list[Value], carry: int, length: int | None) -> Node:
-        """A node for the body of a scan or, without a length, of a checkpoint.
+    def _loop(
+        self, body: Any, consts: Any, operands: list[Value], carry: int, options: dict[str, Any],
+        eqn: Any,
+    ) -> Node:  # fmt: skip
+        """A node for the body of a loop or of a checkpoint.
 
-        It carries the operand of this index; those after it are the stacks of a scan.
+        It carries the operand of this index; those after it are the stacks of a loop.
         """
-        out = eqn.outvars[0].aval
-        params = {"body": _opened(eqn.params["jaxpr"]), "carry": carry, "length": length}
-        params["options"] = eqn.params
-        params["consts"] = getattr(eqn.params["jaxpr"], "consts", ())
+        out = body.outvars[0].aval
+        params = {"body": body, "consts": consts, "carry": carry, "options": options}
         return Node(LOOP, params, tuple(operands), out.shape, out.dtype, self.source(eqn))
 
     def _stacked(self, rows: list[Value], eqn: Any, axis: int = 0) -> Value:
@@ -301,14 +344,30 @@ class Recorder:
         shapes = [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in operands]
         return self._entered(eqn, jax.make_jaxpr(fn)(*shapes), operands)
 
-    def _row(self, x: Value, i: int | slice, eqn: Any) -> Value:
+    def _row(self, x: Value, i: int, eqn: Any) -> Value:
         if not isinstance(x, Weight):
             return self._applied(lambda a: a[i], [x], eqn)[0]
         # One belief for each row, however often the stack is scanned over.
-        key = x, str(i)
-        if key not in self.rows:
-            self.rows[key] = x.row(i) if isinstance(i, int) else x.later(i.start)
-        return self.rows[key]
+        if (x, i) not in self.rows:
+            self.rows[x, i] = x.row(i)
+        return self.rows[x, i]
+
+
+def _kind(x: Value) -> Any:
+    """What values must have in common to be rows of one stack."""
+    if isinstance(x, Weight):
+        leaves, form = jax.tree.flatten(x.posterior)
+        return x.shape, form, *((leaf.shape, leaf.dtype) for leaf in leaves)
+    return Node if isinstance(x, Node) else np.shape(x), x.dtype
+
+
+def _one(values: Sequence[Value]) -> bool:
+    """Whether all are the same value, or equal numbers."""
+    first, *others = values
+    known = all(not is_random(x) and primitives.is_known(x) for x in values)
+    return all(x is first for x in others) or (
+        known and all(np.array_equal(x, first) for x in others)
+    )
 
 
 def _identity(x: Value) -> Any:

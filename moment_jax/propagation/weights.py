@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -59,21 +59,23 @@ class Weight(arrays.View):
         """Whether this is a whole stack of beliefs, with an independent one for each row."""
         p = self.posterior
         dims = 2 * p.mean.ndim - p.cov.ndim if isinstance(p, FullNormal) else p.mean.ndim - 2
-        stacked = isinstance(p, Point | Factorized) or dims > 0
-        return stacked and np.array_equal(self.places.ravel(), np.arange(p.mean.size))
+        return (isinstance(p, Point | Factorized) or dims > 0) and self.is_whole
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is all of a belief, in its order."""
+        return np.array_equal(self.places.ravel(), np.arange(self.posterior.mean.size))
 
     def row(self, i: int) -> Weight:
         """Row i, with a belief of its own if this is a stack of beliefs."""
         if not self.is_stack:
             return dataclasses.replace(self, places=self.places[i])
-        own = Weight.of(jax.tree.map(lambda a: a[i], self.posterior))
-        return dataclasses.replace(own, root=self.origin, rows=(*self.rows, range(i, i + 1)))
+        return self.of_rows(jax.tree.map(lambda a: a[i], self.posterior), range(i, i + 1))
 
-    def later(self, first: int) -> Weight:
-        """The rows of a stack of beliefs from this one on."""
-        own = Weight.of(jax.tree.map(lambda a: a[first:], self.posterior))
-        rows = (*self.rows, range(first, len(self.places)))
-        return dataclasses.replace(own, root=self.origin, rows=rows)
+    def of_rows(self, belief: Posterior, rows: range) -> Weight:
+        """A row of a stack of beliefs, given its belief, that stands for these rows."""
+        places = arrays.numbered(self.shape[1:])
+        return Weight(belief, places, self.origin, (*self.rows, rows))
 
     def apart(self, other: Weight) -> bool:
         """Whether this view and another are independent."""
@@ -124,6 +126,15 @@ class Weight(arrays.View):
             dense = covariance_with(posterior, jnp.eye(mean.size, dtype=mean.dtype))
             cov = structure.project(dense.reshape(*mean.shape, *mean.shape))
         return Base(mean.shape, lambda: (mean, cov.at_landmarks(landmarks)), node=self)
+
+
+def stack(values: Sequence[Any]) -> Any:
+    """Beliefs, all of them whole, or certain arrays as the rows of one."""
+    if not isinstance(values[0], Weight):
+        return jnp.stack(values)
+    posterior = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(w.posterior for w in values))
+    shape = len(values), *values[0].shape
+    return Weight(posterior, arrays.numbered(shape))
 
 
 def overlap(left: Iterable[Weight], right: Iterable[Weight]) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
+from moment_jax.propagation import blocks
 from tests.builders import assert_close
 
 pytestmark = pytest.mark.usefixtures("ranks_of_a_user")
@@ -48,6 +52,26 @@ def traced(model, *inputs, **options):
 CALLS = [((X,), {}), ((X,), {"mask": CAUSAL}), ((X, VALID), {})]
 
 
+@contextlib.contextmanager
+def written_out():
+    """Lists of blocks are taken one by one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "FEWEST", 99)
+        yield
+
+
+def lengths(program):
+    """Of the loops in a program's text."""
+    return set(map(int, re.findall(r"\blength=(\d+)", program)))
+
+
+def programs(listed, scanned, *inputs, **options):
+    """Of a list of blocks one by one, as a loop, and of a scan: the text, and the results."""
+    with written_out():
+        one_by_one = traced(listed, *inputs, **options)
+    return one_by_one, *(traced(m, *inputs, **options) for m in (listed, scanned))
+
+
 @pytest.mark.parametrize(
     ("structure", "remat", "calls"),
     [
@@ -56,37 +80,98 @@ CALLS = [((X,), {}), ((X,), {"mask": CAUSAL}), ((X, VALID), {})]
         pytest.param(mj.Separable, True, CALLS[:1], marks=pytest.mark.slow),
     ],
 )
-def test_a_scan_is_the_loop_over_its_blocks(structure, remat, calls):
+def test_a_list_and_a_scan_are_one_loop(structure, remat, calls):
     listed, scanned = pair(mj.nn.Encoder, structure, remat, 3, D, 2)
     for inputs, options in calls:
-        (text, a), (other, b) = (traced(m, *inputs, **options) for m in (scanned, listed))
-        jax.tree.map(lambda x, y: assert_close(x, y, 1e-6), a, b)
-        assert all(("checkpoint" in each or "remat" in each) == remat for each in (text, other))
-        assert len(text) < 0.85 * len(other)  # two blocks for three
+        (text, truth), *loops = programs(listed, scanned, *inputs, **options)
+        assert not lengths(text) & {2, 3}
+        for other, found in loops:
+            jax.tree.map(lambda x, y: assert_close(x, y, 1e-6), truth, found)
+            assert lengths(other) & {2, 3}
 
 
 @pytest.mark.slow
-def test_gradients_pass_through_a_kept_loop():
-    listed, scanned = pair(mj.nn.Encoder, mj.Diagonal, True, 3, D, 2)
+@pytest.mark.parametrize("remat", [False, True])
+def test_gradients_pass_through_a_kept_loop(remat):
+    listed, scanned = pair(mj.nn.Encoder, mj.Diagonal, remat, 3, D, 2)
 
     def gradient(model):
         graph, state = nnx.split(model)
         loss = lambda state: jnp.sum(nnx.merge(graph, state)(X).variance)  # noqa: E731
         return nnx.to_pure_dict(jax.jit(jax.grad(loss))(state))["weights"]
 
-    a, b = stacked(gradient(listed)), gradient(scanned)
-    jax.tree.map(lambda x, y: assert_close(x, y, 1e-6), a, b)
+    with written_out():
+        truth = stacked(gradient(listed))
+    for found in (stacked(gradient(listed)), gradient(scanned)):
+        jax.tree.map(lambda x, y: assert_close(x, y, 1e-6), truth, found)
 
 
 @pytest.mark.slow
 def test_a_decoders_memory_is_independent_in_every_block():
     listed, scanned = pair(mj.nn.Transformer, mj.Separable, False, D, 2, 1, 3)
     y = jax.random.normal(jax.random.key(1), (2, 3, D))
-    (text, a), (other, b) = (traced(m, X, y) for m in (scanned, listed))
-    jax.tree.map(lambda x, y: assert_close(x, y, 1e-6), a, b)
-    assert len(text) < 0.85 * len(other)  # two decoder blocks for three
-    notes = [s.assumes for s in listed.explain(X, y) if s.rule == "cross_attention"]
+    (_, truth), *loops = programs(listed, scanned, X, y)
+    for text, found in loops:
+        jax.tree.map(lambda x, y: assert_close(x, y, 1e-6), truth, found)
+        assert lengths(text) & {2, 3}
+    with written_out():
+        steps = listed.explain(X, y)
+    notes = [s.assumes for s in steps if s.rule == "cross_attention"]
     assert ["attended to it before" in note for note in notes] == [False, True, True]
+
+
+def layer(x, w):
+    return x + jax.nn.relu(x @ w)
+
+
+def in_turn(x, weights, skip=0.0, scale=lambda i: 1.0):
+    for i, w in enumerate(weights):
+        x = scale(i) * layer(x, w) + skip
+    return x
+
+
+LISTS = {  # of layers of weights (D, D), and how many of them a loop takes
+    "alike": (in_turn, 6),
+    "two kinds in turn": (lambda x, ws: in_turn(x, ws, scale=lambda i: 1.0 + i % 2), 3),
+    "numbers of their own": (lambda x, ws: in_turn(x, ws, scale=lambda i: 1.0 + i), 0),
+    "after a certain one": (lambda x, ws: in_turn(layer(X[1], jnp.eye(D)), ws), 5),
+    "with what came in": (lambda x, ws: in_turn(x, ws, skip=0.1 * x), 0),
+    "a certain array for all": (lambda x, ws: in_turn(x, ws, skip=jnp.arange(4.0)), 6),
+    "arrays of their own": (
+        lambda x, ws: in_turn(x, [w + jnp.full((D, D), i) for i, w in enumerate(ws)]), 6
+    ),
+    "the last one reads the first": (lambda x, ws: in_turn(x, ws) + layer(x, ws[0]), 0),
+    "a result in the midst is read": (lambda x, ws: in_turn(y := in_turn(x, ws[:3]), ws[3:]) + y, 0),
+    "one weight for two": (lambda x, ws: in_turn(x, [*ws[:4], ws[3]]), 0),
+    "tied": (lambda x, ws: in_turn(x, ws) @ ws[0].T, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_layers_in_a_list_are_a_loop_if_nothing_else_links_them(name, monkeypatch):
+    fn, layers = LISTS[name]
+    monkeypatch.setattr(blocks, "SMALLEST", 1)
+    keys = jax.random.split(KEY, 7)
+    weights = [
+        mj.posterior.Factorized(jax.random.normal(k, (D, D)) / 2, jnp.full((D, D), 0.01))
+        for k in keys
+    ]
+
+    def found():  # a new function each time, which JAX has not traced before
+        pass_ = mj.propagate(lambda ws, x: fn(x @ ws[0], ws[1:]), structure=mj.Full)
+        try:
+            return jax.make_jaxpr(pass_)(weights, X[0]), pass_(weights, X[0])
+        except mj.PropagationError as error:
+            return str(error)
+
+    with written_out():
+        truth = found()
+    if isinstance(truth, str):
+        assert found() == truth
+        return
+    program, moments = found()
+    jax.tree.map(lambda x, y: assert_close(x, y, 1e-6), truth[1], moments)
+    assert lengths(str(program)) == ({layers} if layers else set())
 
 
 def test_queries_that_are_a_part_of_the_memory_share_its_noise():
