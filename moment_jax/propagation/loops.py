@@ -115,7 +115,8 @@ def _scanned(propagator: Propagator, node: Node) -> Moments:
 
     Rows are independent, and what is carried depends on all that the first result depends on. The
     backward pass recomputes each step: to keep all of its arrays costs more memory, and more time.
-    A first step that changes the layout, or what is kept of a covariance, stands before the loop.
+    A first step that changes the layout, or what is kept of a covariance, stands before the loop. One of a
+    certain array does not: it takes its covariance as zero, for a program of half the size.
     """
     loop = _Loop(propagator, node, {v: propagator.moments(v) for v in node.nodes})
     p, options, start = node.params, node.params["options"], loop.start
@@ -136,7 +137,7 @@ def _scanned(propagator: Propagator, node: Node) -> Moments:
 
     # Once in advance, so that what it has no rule for is known before anything is computed.
     planned(lambda: y.moments, row, propagator.steps)
-    alike = isinstance(start, Node) and (x.shape, x.axes) == (y.shape, y.axes)
+    alike = (x.shape, x.axes) == (y.shape, y.axes)
     if not alike:
         propagator.steps.update(once)
 

@@ -87,7 +87,7 @@ class Propagator:
         """Moments of a node, a weight or a certain array."""
         if isinstance(value, Weight):
             # Views of the same entries are views of one array.
-            key = Same(value.posterior), np.unique(value.places).tobytes()
+            key = Same(value.posterior), value.held().tobytes()
             if key not in self.bases:
                 self.bases[key] = value.base(self.structure, self.landmarks)
             return Moments(self.bases[key], value.places)

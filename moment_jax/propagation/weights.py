@@ -86,7 +86,13 @@ class Weight(arrays.View):
             return True
         entrywise = isinstance(self.posterior, Factorized | OutputShared)
         same = self.posterior is other.posterior
-        return entrywise and same and not np.intersect1d(self.places, other.places).size
+        return entrywise and same and not (self.held() & other.held()).any()
+
+    def held(self) -> np.ndarray:
+        """Which of the belief's entries are in this view."""
+        held = np.zeros(self.posterior.mean.size, bool)
+        held[self.places[self.places >= 0]] = True
+        return held
 
     def vector(self, axes: Axes) -> Posterior | None:
         """The belief about a vector along these axes, if the view is constant along all others."""
