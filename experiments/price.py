@@ -1,11 +1,11 @@
 """Cost of a moment pass on this machine over the plain network's: time, memory, compilation, program.
 
-One pre-norm encoder block with Gaussian beliefs about all weights, and each of its layers, in every
-structure: a forward, and the gradient by parameters and inputs. Inputs have a covariance of the
-structure and all of the output's covariance is wanted, as in the midst of a stack. Times are medians of
-runs that take turns with the plain network's. The table says too how many sampled networks (drawing the
-weights included) cost one moment pass. What needs more than the memory of an accelerator, or 4 GiB
-without one, is not run.
+One pre-norm encoder block with Gaussian beliefs about all weights, each of its layers, or a network of
+such blocks, in every structure: a forward, and the gradient by parameters and inputs. Inputs have a
+covariance of the structure, as in the midst of a stack (those of the network are certain), and all of
+the output's covariance is wanted. Times are medians of runs that take turns with the plain network's.
+The table says too how many sampled networks (drawing the weights included) cost one moment pass. What
+needs more than the memory of an accelerator, or 4 GiB without one, is not run.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from experiments.programs import GIB, check_memory, compile_program, failure, in
 Record = dict[str, Any]
 
 PLAIN, SAMPLED = "plain", "sampled"
+NETWORK = "network"  # the part of several blocks in a list
 NETWORKS = 32  # that one call of SAMPLED draws
 QUEUED = 20  # calls that an accelerator is given before the host waits
 SLOW = 4.0  # seconds for the timed runs of one function, unless three take longer
@@ -40,12 +41,13 @@ KINDS = "forward", "gradient"
 
 
 class Shape(NamedTuple):
-    """Tokens and features of each of `batch` sequences; the feed-forward layer has 4 D hidden units."""
+    """Tokens and features of each of `batch` sequences; feed-forward layers have 4 D hidden units."""
 
     tokens: int
     features: int
     heads: int
     batch: int
+    blocks: int = 6  # of `NETWORK`
 
     def __str__(self) -> str:
         return f"T {self.tokens}, D {self.features}, {self.heads} heads, batch {self.batch}"
@@ -71,6 +73,9 @@ PARTS: dict[str, Part] = {  # plain networks (batch, T, D) -> (batch, T, D)
         shape.features, use_fast_variance=False, rngs=rngs
     ),
     "dense": dense,
+    NETWORK: lambda shape, rngs: mj.nn.Encoder(
+        shape.blocks, shape.features, shape.heads, norm_first=True, activation="gelu", rngs=rngs
+    ),
 }
 DEFAULT = Shape(64, 128, 4, 4)
 
@@ -78,10 +83,11 @@ DEFAULT = Shape(64, 128, 4, 4)
 def add_arguments(parser: Parser) -> None:
     """Which structures and shapes, how often they are timed, and where the figures go."""
     parser.choice("--structure", mj.STRUCTURES, None, "structures")
+    parser.choice("--part", PARTS, [part for part in PARTS if part != NETWORK], "parts")
     parser.add_argument(
-        "--shape", type=_shape, nargs="+", action="extend", metavar="T,D,HEADS,BATCH",
-        help=f"tokens, features, heads and sequences (default: {','.join(map(str, DEFAULT))}; a block "
-        "of ViT-B is 196,768,12,16)",
+        "--shape", type=_shape, nargs="+", action="extend", metavar="T,D,HEADS,BATCH[,BLOCKS]",
+        help="tokens, features, heads, sequences, and blocks of the network (default: "
+        f"{','.join(map(str, DEFAULT))}; ViT-B at batch 16 is 196,768,12,16,12)",
     )  # fmt: skip
     parser.whole("--repeats", 10, "timed runs of each function, in turn; slow ones have fewer")
     parser.json()
@@ -94,7 +100,8 @@ def _shape(text: str) -> Shape:
         shape = Shape(0, 0, 0, 0)
     if min(shape) < 1 or shape.features % shape.heads:
         raise argparse.ArgumentTypeError(
-            f"needs T,D,HEADS,BATCH, whole numbers above 0, and heads that divide D; got {text!r}"
+            "needs T,D,HEADS,BATCH[,BLOCKS], whole numbers above 0, and heads that divide D; got "
+            f"{text!r}"
         )
     return shape
 
@@ -110,7 +117,7 @@ def run(args: argparse.Namespace) -> None:
     for shape in dict.fromkeys(args.shape or [DEFAULT]):
         found = [
             record
-            for part in PARTS
+            for part in args.part
             for kind in KINDS
             for record in measure(shape, part, kind, args.structure, args.repeats, has / GIB)
         ]
@@ -135,7 +142,7 @@ def measure(
     for name in names:
         record: Record = {"shape": shape._asdict(), "structure": name, "part": part, "kind": kind}
         records[name] = record | {"status": "ok"}
-        arguments = partial(arguments_of, name, PARTS[part], shape)
+        arguments = partial(arguments_of, name, part, shape)
         function = forward_of(name, PARTS[part], shape)
         function = gradient_of(function) if kind == "gradient" else function
         try:
@@ -196,14 +203,14 @@ def forward_of(name: str, part: Part, shape: Shape) -> Callable[..., Any]:
     return forward
 
 
-def arguments_of(name: str, part: Part, shape: Shape) -> tuple[Any, ...]:
+def arguments_of(name: str, part: str, shape: Shape) -> tuple[Any, ...]:
     """Parameters (`Factorized`) and inputs (batch, T, D); for a structure their covariance too.
 
-    That is what a dense layer leaves.
+    That is what a dense layer leaves. The network's inputs are certain.
     """
-    params = nnx.state(model_of(name, part, shape))
+    params = nnx.state(model_of(name, PARTS[part], shape))
     x = jax.random.normal(jax.random.key(1), (shape.batch, shape.tokens, shape.features))
-    if name in (PLAIN, SAMPLED):
+    if name in (PLAIN, SAMPLED) or part == NETWORK:
         return params, x
     return params, x, nnx.jit(model_of(name, dense, shape))(x).cov
 
@@ -225,7 +232,7 @@ def table(records: list[Record]) -> str:
     width = max(map(len, names))
     rows = [["forward / gradient", *OVER_PLAIN, *COUNTS, "sampled networks"]]
     for name in names:
-        for part in PARTS:
+        for part in dict.fromkeys(r["part"] for r in records):
             pairs = [(found[name, part, kind], found[PLAIN, part, kind]) for kind in KINDS]
             cells = [
                 " / ".join(_cell(own, plain, figure) for own, plain in pairs)

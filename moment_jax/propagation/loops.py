@@ -115,8 +115,8 @@ def _scanned(propagator: Propagator, node: Node) -> Moments:
 
     Rows are independent, and what is carried depends on all that the first result depends on. The
     backward pass recomputes each step: to keep all of its arrays costs more memory, and more time.
-    A first step that changes the layout, or what is kept of a covariance, stands before the loop. One of a
-    certain array does not: it takes its covariance as zero, for a program of half the size.
+    A first step that changes the layout, or what is kept of a covariance, stands before the loop. That
+    of a certain array does not: with a covariance of zero the program has half the size.
     """
     loop = _Loop(propagator, node, {v: propagator.moments(v) for v in node.nodes})
     p, options, start = node.params, node.params["options"], loop.start

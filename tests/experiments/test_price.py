@@ -24,17 +24,20 @@ def test_bad_shapes_are_one_line(shape, refused):
 
 @pytest.mark.slow
 def test_a_run_has_all_figures(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(price, "PARTS", {"block": PARTS["dense"]})
+    table = {"block": PARTS["dense"], price.NETWORK: PARTS["dense"]}
+    monkeypatch.setattr(price, "PARTS", table)
     file = tmp_path / "a.json"
-    assert command("--structure", "Diagonal", "--json", str(file)) == 0
+    assert command("--structure", "Diagonal", "--part", *table, "--json", str(file)) == 0
     records = json.loads(file.read_text())["records"]
     for record in records:
         assert record["status"] == "ok"
         assert all(record[f] > 0 for f in (*price.OVER_PLAIN.values(), "operations", "products"))
         assert record["faults"] >= 0
     # Plain, sampled or Diagonal, forward and gradient: gradients have three times as many.
-    assert sorted(record["products"] for record in records) == [1, 1, 3, 3, 9]
-    assert "3 / 9" in capsys.readouterr().out.splitlines()[-1]
+    products = {part: [r["products"] for r in records if r["part"] == part] for part in table}
+    assert sorted(products["block"]) == [1, 1, 3, 3, 9]
+    assert sorted(products[price.NETWORK]) == [1, 3, 3, 8]  # of certain inputs
+    assert "3 / 9" in capsys.readouterr().out
 
 
 def test_what_fails_or_needs_too_much_memory_is_a_row(monkeypatch, capsys):
