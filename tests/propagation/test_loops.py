@@ -13,7 +13,7 @@ from flax import nnx
 
 import moment_jax as mj
 from moment_jax.propagation import blocks
-from tests.builders import assert_close
+from tests.builders import KERNEL_FAMILIES, assert_close, random_kernel
 
 pytestmark = pytest.mark.usefixtures("ranks_of_a_user")
 
@@ -147,31 +147,47 @@ LISTS = {  # of layers of weights (D, D), and how many of them a loop takes
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LISTS)
-def test_layers_in_a_list_are_a_loop_if_nothing_else_links_them(name, monkeypatch):
-    fn, layers = LISTS[name]
-    monkeypatch.setattr(blocks, "SMALLEST", 1)
-    keys = jax.random.split(KEY, 7)
-    weights = [
-        mj.posterior.Factorized(jax.random.normal(k, (D, D)) / 2, jnp.full((D, D), 0.01))
-        for k in keys
-    ]
+def list_and_loop(fn, weights):
+    """The program and the moments of a list, one by one and as a loop, or their error."""
 
     def found():  # a new function each time, which JAX has not traced before
         pass_ = mj.propagate(lambda ws, x: fn(x @ ws[0], ws[1:]), structure=mj.Full)
         try:
-            return jax.make_jaxpr(pass_)(weights, X[0]), pass_(weights, X[0])
+            return str(jax.make_jaxpr(pass_)(weights, X[0])), pass_(weights, X[0])
         except mj.PropagationError as error:
-            return str(error)
+            return str(error), None
 
     with written_out():
         truth = found()
-    if isinstance(truth, str):
-        assert found() == truth
+    return truth, found()
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_layers_in_a_list_are_a_loop_if_nothing_else_links_them(name, monkeypatch):
+    fn, layers = LISTS[name]
+    monkeypatch.setattr(blocks, "SMALLEST", 1)
+    weights = [
+        random_kernel(key, mj.posterior.Factorized, (D, D)) for key in jax.random.split(KEY, 7)
+    ]
+    (text, truth), (program, moments) = list_and_loop(fn, weights)
+    if truth is None:
+        assert program == text
         return
-    program, moments = found()
-    jax.tree.map(lambda x, y: assert_close(x, y, 1e-6), truth[1], moments)
-    assert lengths(str(program)) == ({layers} if layers else set())
+    jax.tree.map(lambda x, y: assert_close(x, y, 1e-6), truth, moments)
+    assert lengths(program) == ({layers} if layers else set())
+
+
+@pytest.mark.parametrize("family", KERNEL_FAMILIES)
+def test_a_loop_takes_beliefs_of_every_family_that_are_alike(family, monkeypatch):
+    monkeypatch.setattr(blocks, "SMALLEST", 1)
+    keys = jax.random.split(KEY, 8)
+    weights = [random_kernel(key, family, (D, D)) for key in keys[:5]]
+    others = mj.posterior.FullNormal if family is not mj.posterior.FullNormal else family
+    weights += [random_kernel(key, others, (D, D)) for key in keys[5:]]
+    weights[0] = random_kernel(keys[0], mj.posterior.Factorized, (D, D))
+    (_, truth), (program, moments) = list_and_loop(in_turn, weights)
+    jax.tree.map(lambda x, y: assert_close(x, y, 1e-6), truth, moments)
+    assert lengths(program) == ({7} if others is family else {4, 3})
 
 
 def test_queries_that_are_a_part_of_the_memory_share_its_noise():
