@@ -1,4 +1,4 @@
-"""The two ends of a network: embeddings and positions of tokens; their mean, and softmax (Prop. 3)."""
+"""The two ends of a network: embeddings of tokens; their mean, and softmax (Prop. 3)."""
 
 import jax
 import jax.numpy as jnp
@@ -75,40 +75,6 @@ def embedding(
     choice = jnp.where(valid, choice, jnp.nan)
     certain = materialized(structure.zeros(choice.shape, mean.dtype, landmarks))
     return mean, certain.weight_noise(choice, table.rows(ids))
-
-
-def sinusoidal_positions(
-    num_tokens: int, num_features: int, *, longest: float = 10_000.0,
-    dtype: jnp.dtype | type = float,
-) -> Array:  # fmt: skip
-    """Fixed positions: sines and cosines of geometrically spaced wavelengths, (T, D).
-
-    Feature 2 k of token t is sin(t / longest^(2 k / D)), feature 2 k + 1 its cosine.
-
-    Args:
-      num_tokens: T.
-      num_features: D, even.
-      longest: the longest wavelength over 2 pi.
-      dtype: of the result.
-
-    Raises:
-      ValueError: if a size is not positive, or D is odd.
-
-    Source: Vaswani et al., Attention is all you need (2017), section 3.5.
-
-    >>> print(sinusoidal_positions(2, 2).round(2))
-    [[0.   1.  ]
-     [0.84 0.54]]
-    """
-    if num_tokens < 1 or num_features < 1 or num_features % 2:
-        raise ValueError(
-            "`sinusoidal_positions` needs at least one token and an even number of features. Got "
-            f"{num_tokens} and {num_features}. Use num_tokens >= 1 and an even num_features."
-        )
-    wavelength = longest ** (jnp.arange(0, num_features, 2) / num_features)
-    angle = jnp.arange(num_tokens)[:, None] / wavelength[None, :]
-    pairs = jnp.stack([jnp.sin(angle), jnp.cos(angle)], axis=-1)
-    return pairs.reshape(num_tokens, num_features).astype(dtype)
 
 
 @materialized_inputs
