@@ -1,4 +1,4 @@
-"""Brownian paths, stochastic differential equations, the heat equation, Ito's lemma."""
+"""Brownian paths, the heat equation, Ito's lemma."""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,33 +39,6 @@ def quadratic_variation(path: Array) -> Array:
     check_array("quadratic_variation", path)
     squares = jnp.diff(path, axis=0) ** 2
     return jnp.concatenate([jnp.zeros_like(path[:1]), jnp.cumsum(squares, axis=0)])
-
-
-def euler_maruyama(
-    drift: Coefficient, diffusion: Coefficient, start: Array, increments: Array, *, dt: float
-) -> Array:
-    """Solve dX = a(t, X) dt + b(t, X) dB: (steps + 1, *x.shape); strong order 1/2, weak order 1.
-
-    Args:
-      drift: a(t, x), of the shape of x.
-      diffusion: b(t, x), a scalar or of the shape of x, multiplied entrywise; or (*x.shape, K) for K
-        motions.
-      start: X at time zero, of any shape; vmap over batches.
-      increments: (steps, *x.shape), or (steps, K) for K motions, of variance dt.
-      dt: length of a step, positive, else ValueError.
-    """
-    check_positive("euler_maruyama", "dt", dt)
-    first = jnp.asarray(start, increments.dtype)
-    times = dt * jnp.arange(increments.shape[0], dtype=increments.dtype)
-
-    def step(x: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
-        t, noise = now
-        spread = jnp.asarray(diffusion(t, x))
-        push = spread @ noise if spread.ndim == x.ndim + 1 else spread * noise
-        new = (x + drift(t, x) * dt + push).astype(x.dtype)
-        return new, new
-
-    return jnp.concatenate([first[None], jax.lax.scan(step, first, (times, increments))[1]])
 
 
 def heat_step(density: Array, *, diffusivity: float, dx: float, dt: float) -> Array:

@@ -8,7 +8,6 @@ import pytest
 from moment_jax import brownian as b
 
 ONES, ROW, SWAP = jnp.ones((2, 2)), jnp.ones(3), np.array([[0.0, 1.0], [1.0, 0.0]])
-PATH = jnp.zeros(2), jnp.zeros((8, 2))
 
 
 def heat(dx, dt):
@@ -38,7 +37,6 @@ CASES = [
     (lambda: b.brownian_increments(jax.random.key(0), 0, dt=1.0), "needs"),
     (lambda: b.brownian_increments(jax.random.key(0), 2, dt=0.0), "needs"),
     (lambda: b.brownian_path(jnp.zeros(())), "needs"),
-    (lambda: b.euler_maruyama(None, None, *PATH, dt=-1.0), "needs"),
     (lambda: heat(1.0, 0.6), "1/2.*as many steps"),
     (lambda: heat(0.0, 0.6), "dx > 0"),
 ]
