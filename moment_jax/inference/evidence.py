@@ -66,8 +66,7 @@ class Loss:
     """-log p(targets, weights) for each example, up to a constant, from a batch drawn at random.
 
     A noise that the network predicts is fitted to E[(target - mean)^2] under the belief, the residual's
-    square and the doubt, as MacKay's update of one noise is; alone, residuals of a fitted mean are too
-    small.
+    square and the doubt: alone, residuals of a fitted mean are too small.
     """
 
     likelihood: Any
@@ -130,10 +129,11 @@ class Evidence:
         Adam minimises -log p(targets, weights). After every tenth of its steps the precisions and the
         noise are re-estimated. `tell` is told the number of steps made and the mean log evidence.
         """
-        first = self.network.weights[...]
+        first, rng = self.network.weights[...], np.random.default_rng(seed)
         training, _ = self._begun(first, rate, steps)
-        starts = jnp.stack([first, *self._others(members - 1, seed)])
-        states = jax.vmap(lambda weights: self._begun(weights, rate, steps)[1])(starts)
+        others = [[anew(rng, x).ravel() for x in self.arrays.values()] for _ in range(members - 1)]
+        starts = [first, *(jnp.asarray(np.concatenate(x), first.dtype) for x in others)]
+        states = jax.vmap(lambda weights: self._begun(weights, rate, steps)[1])(jnp.stack(starts))
         data = jax.tree.map(jnp.asarray, (self.inputs, self.targets))
         if not isinstance(self.likelihood, Categorical):
             data = data[0], data[1].astype(first.dtype)
@@ -231,12 +231,6 @@ class Evidence:
 
     def _begun(self, weights: Array, rate: float, steps: int) -> tuple[Training, Any]:
         return Training.of(self._at(weights), _adam(rate, steps), Loss(self.kind))
-
-    def _others(self, count: int, seed: int) -> list[Array]:
-        """Other starts."""
-        rng, dtype = np.random.default_rng(seed), self.network.weights[...].dtype
-        each = [[anew(rng, x).ravel() for x in self.arrays.values()] for _ in range(count)]
-        return [jnp.asarray(np.concatenate(start), dtype) for start in each]
 
     def _at(self, weights: Array) -> Raveled:
         network = nnx.clone(self.network)
