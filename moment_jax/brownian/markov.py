@@ -75,9 +75,7 @@ def stationary(transition: Array) -> Array:
         classes = chain_classes(transition)
         rule = "a chain with one closed class; otherwise the law depends on the start"
         came = f"several, one of {classes.recurrent.sum()} of {size} states"
-        mend = (
-            "Use one class alone (`chain_classes`), or connect the chain, as by 0.99 P + 0.01 / T."
-        )
+        mend = "Use one class alone (`chain_classes`), or connect the chain: 0.99 P + 0.01 / T."
         need("stationary", classes.unique, rule, came, mend)
     return _stationary(transition)
 
@@ -246,8 +244,6 @@ def _check_stochastic(name: str, transition: Array) -> int:
     sums = wide.sum(axis=1)
     row = np.argmax(np.abs(sums - 1))
     right = abs(sums[row] - 1) <= TOLERANCE.get(str(transition.dtype), 1e-4)
-    mend = (
-        "Use mj.brownian.row_normalize(kernel), or transpose: entry (i, j) is of the step i -> j."
-    )
+    mend = "Use mj.brownian.row_normalize, or transpose: entry (i, j) is of the step i -> j."
     need(name, right, "rows that sum to one", f"{sums[row]:.6g} for row {row}", mend)
     return shape[0]

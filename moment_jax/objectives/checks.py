@@ -48,9 +48,7 @@ def check_cov(
     else:
         allowed = (shape, *(arrays or (shape + shape,)))
     wanted = " or ".join(map(str, dict.fromkeys(allowed)))
-    rule = (
-        f"a covariance (variances, every pair, or a structure) of shape {wanted} for a mean {shape}"
-    )
+    rule = f"a covariance (variances, pairs, a structure) of shape {wanted} for a mean {shape}"
     need(name, cov.shape in allowed, rule, cov.shape)
 
 

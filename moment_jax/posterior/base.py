@@ -133,9 +133,7 @@ class Posterior(abc.ABC):
     def vector_cov(self) -> Array:
         """Covariance of a vector: (D,) variances where its entries are independent, else (D, D)."""
         cov: Any = self._vector_cov() if len(self.shape) == 1 else None
-        mend = (
-            "Use Point, Factorized or FullNormal; for a stack of vectors, jax.vmap over the belief."
-        )
+        mend = "Use Point, Factorized or FullNormal; of a stack, jax.vmap over the belief."
         rule = "a belief about a bias or a gain (D,)"
         self._need("vector_cov", cov is not None, rule, self.shape, mend)
         return cov
@@ -177,11 +175,9 @@ def divergence(prior: GaussianPrior, mean: Array, variance: Array, log_variance:
     The log-determinant of Cov is passed as one term per entry, so that large terms cancel before they
     are summed: for independent entries the log of each variance; -inf where Cov is singular.
     """
-    right, mend = (
-        isinstance(prior, GaussianPrior),
-        "For a variance s, use GaussianPrior(variance=s).",
-    )
-    need("kl(prior)", right, "a GaussianPrior", type(prior).__name__, mend, TypeError)
+    right, came = isinstance(prior, GaussianPrior), type(prior).__name__
+    mend = "For a variance s, use GaussianPrior(variance=s)."
+    need("kl(prior)", right, "a GaussianPrior", came, mend, TypeError)
     given = [jnp.asarray(x, jnp.result_type(mean, 0.0)) for x in (prior.mean, prior.variance)]
     try:
         prior_mean, prior_variance = (jnp.broadcast_to(x, mean.shape) for x in given)

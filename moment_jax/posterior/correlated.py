@@ -196,9 +196,7 @@ class FullNormal(Posterior):
     def _matrix(self, method: str) -> Array:
         """The covariance as a matrix (n, n), n the number of entries."""
         right, mend = self.cov.ndim == 2 * self.mean.ndim, "For a stack of beliefs, use jax.vmap."
-        rule, came = (
-            "one belief, with cov.shape == 2 * mean.shape",
-            f"{self.cov.shape} and {self.shape}",
-        )
+        rule = "one belief, with cov.shape == 2 * mean.shape"
+        came = f"{self.cov.shape} and {self.shape}"
         self._need(method, right, rule, came, mend)
         return self.cov.reshape(self.mean.size, self.mean.size)
