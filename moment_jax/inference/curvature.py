@@ -156,10 +156,7 @@ class Curvature:
         return outputs, gradients
 
     def spectrum(self, frame: Frame, inputs: Any, small: list[str]) -> tuple[Arrays, Arrays]:
-        """Bases of each array, and the matrix's diagonal in them, by path.
-
-        They are the eigenbases of the two partial traces for the paths in `small`, else None.
-        """
+        """Bases by path, of both partial traces if in `small`, else None; the diagonal in them."""
         bases: Arrays = {path: () if path in small else None for path, _ in self.shapes}
         squares = self.total(self.sums, frame, inputs, bases)
         known = by_path(frame[0])

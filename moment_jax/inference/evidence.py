@@ -34,14 +34,11 @@ PRECISIONS, NOISES = np.exp([-6.0, 12.0]), np.exp([-8.0, 1.0])  # ranges, in sta
 
 
 class Mode(NamedTuple):
-    """The network at some weights, in double precision.
-
-    Its Gauss-Newton matrix at noise variance 1 is V^T V, V (N M C, P) with a row for each output.
-    """
+    """The network at some weights, in double precision; its Gauss-Newton matrix is V^T V at noise 1."""
 
     weights: np.ndarray  # (P,)
     outputs: np.ndarray  # (N, ..., C)
-    roots: np.ndarray  # V if it has fewer rows than columns, else V^T V
+    roots: np.ndarray  # V (N M C, P) if it has fewer rows than columns, else V^T V
 
 
 class Setting(NamedTuple):
@@ -100,12 +97,7 @@ def _squares(matrix: np.ndarray) -> np.ndarray:
 class Evidence:
     """The evidence of a network, log p(targets | prior precisions, noise), by Laplace's method.
 
-    Args:
-      network: its weights are the first start.
-      likelihood: with its noise variance, or `mj.Gaussian()` to estimate it.
-      inputs, targets: the data, in standard units.
-      shape: of one example's outputs.
-
+    Its weights are the first start. Data are in standard units, and `shape` is of one example's outputs.
     Source: MacKay, "Bayesian interpolation" (1992); Immer et al., "Scalable marginal likelihood
     estimation for model selection in deep learning" (2021).
     """

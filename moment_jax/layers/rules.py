@@ -165,10 +165,9 @@ def left_within(second: Array, averaged: Array) -> Array:
 
 
 def each_head(one_head: Callable[[Any], Any], heads: Any, num_scores: int) -> Any:
-    """`one_head` applied to each head, along the leading axis H of every array.
+    """`one_head` of each head, along the leading axis H of every array.
 
-    If `num_scores`, of all heads, is large, heads run one at a time with checkpointing, so that only one
-    head's arrays are alive, also in the backward pass.
+    Of many scores one after another with checkpoints: one head's arrays are alive, also backward.
     """
     if num_scores <= _MANY_SCORES:
         return jax.vmap(one_head)(heads)

@@ -116,10 +116,7 @@ class Posterior(abc.ABC):
         return self._input_metric()
 
     def rows(self, indices: Array) -> Posterior:
-        """The belief about these distinct rows (N,) of a kernel or a table, a (N, out) kernel.
-
-        A repeated row would count as two independent rows in families of independent entries.
-        """
+        """The belief about these rows (N,), (N, out); repeated ones would count as independent."""
         self._check_kernel("rows")
         return self._rows(indices)
 
