@@ -48,7 +48,6 @@ from moment_jax.layers import (
     mean_pool,
     relu,
     rms_norm,
-    sinusoidal_positions,
     softmax,
 )
 from moment_jax.nn.bayesian import Bayesian
@@ -67,6 +66,5 @@ __all__ = [
     "decoder_block", "decoding", "dense", "discrete", "embedding", "encoder_block", "expectations",
     "feed_forward", "fit", "gelu", "inference", "joint", "laplace", "layer_norm", "linearised", "matmul",
     "mean_pool", "monte_carlo", "nn", "objectives", "optim", "parallel", "posterior",
-    "propagate", "propagation_rule", "reference", "register_fields", "relu", "rms_norm",
-    "sinusoidal_positions", "softmax",
+    "propagate", "propagation_rule", "reference", "register_fields", "relu", "rms_norm", "softmax",
 ]  # fmt: skip

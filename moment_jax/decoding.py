@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance import Covariance
+from moment_jax.covariance.fields import need
 from moment_jax.discrete import checked_temperature, gumbel_max
 from moment_jax.objectives.cubature import TokenUncertainty, probabilities_with_uncertainty
 
@@ -42,13 +43,10 @@ def greedy(
 
     Args:
       model: an `mj.Bayesian`, a plain network or a function, see this module.
-      prompt: integers (P,), at least one. For several prompts of one length use `jax.vmap`.
+      prompt: integers (P,), at least one, or TypeError. For several of one length use `jax.vmap`.
       length: number of tokens to produce. A sequence of which all next tokens are masked ends there.
-      end: the token after which there is padding; None for none.
+      end: the token after which there is padding; None for none; or ValueError.
       num_points: points of the integral over the logits, see `mj.objectives.class_probabilities`.
-
-    ValueError if shapes do not fit, length < 1, or there is no token `end`; TypeError if the prompt
-    holds no integers.
 
     >>> def model(ids):  # a token is followed by the next one, almost surely
     ...     mean = 9.0 * jax.nn.one_hot((ids + 1) % 3, 3)
@@ -73,9 +71,7 @@ def sample(
     tokens are drawn with probabilities proportional to p^(1 / temperature). Inside `jit` anything below
     the root of the smallest number, and NaN, counts as that root, which draws the likeliest tokens. The
     log-probabilities and uncertainties are those of the predictive distribution itself. Draws of a
-    longer sequence begin with those of a shorter one.
-
-    Source: handwritten notes, z = argmax_i (g_i + log pi_i).
+    longer sequence begin with those of a shorter one. Source: handwritten notes.
     """
 
     def drawn(position: Array, log_probs: Array) -> Array:
@@ -105,13 +101,11 @@ def _decode(
     end: int | None, num_points: int | None,
 ) -> Decoded:  # fmt: skip
     prompt = jnp.asarray(prompt)
-    if not jnp.issubdtype(prompt.dtype, jnp.integer):
-        raise TypeError(f"`{name}` needs a prompt of integers. Got {prompt.dtype}.")
-    if prompt.ndim != 1 or prompt.size == 0 or length < 1:
-        raise ValueError(
-            f"`{name}` needs a prompt (P,) of one token or more, and length >= 1. Got {prompt.shape} "
-            f"and {length}. For several prompts, use jax.vmap."
-        )
+    right: Any = jnp.issubdtype(prompt.dtype, jnp.integer)
+    need(name, right, "a prompt of integers", prompt.dtype, error=TypeError)
+    right, came = prompt.ndim == 1 and prompt.size and length >= 1, f"{prompt.shape} and {length}"
+    rule = "a prompt (P,) of one token or more, and length >= 1"
+    need(name, right, rule, came, "For several prompts, use jax.vmap.")
     whole = jnp.pad(prompt.astype(jnp.int32), (0, length))
     if getattr(model, "verify", False):
         _moments(model, whole[:-1])  # held to its network, which cannot be done inside the loop
@@ -121,13 +115,11 @@ def _decode(
         mean, cov = _moments(model, whole[:-1])
         spread = cov.variance() if isinstance(cov, Covariance) else cov
         shape = (whole.size - 1, mean.shape[-1])
-        if mean.shape != shape or spread.shape not in (shape, (*shape, shape[1])):
-            raise ValueError(
-                f"`{name}` needs a model with mean logits (T, V) and variances (T, V) or covariances "
-                f"(T, V, V), T = {shape[0]}. Got {mean.shape} and {spread.shape}."
-            )
-        if end is not None and not 0 <= end < shape[1]:
-            raise ValueError(f"`{name}` needs end from 0 to {shape[1] - 1}. Got {end}.")
+        right = mean.shape == shape and spread.shape in (shape, (*shape, shape[1]))
+        rule = "a model with mean logits (T, V) and variances (T, V) or covariances (T, V, V)"
+        need(name, right, f"{rule}, T = {shape[0]}", f"{mean.shape} and {spread.shape}")
+        known = end is None or 0 <= end < shape[1]
+        need(name, known, f"end from 0 to {shape[1] - 1}", end)
         at = prompt.size - 1 + position
         given = mean[at], spread[at]
         log_probs, parts = probabilities_with_uncertainty(*given, num_points=num_points)

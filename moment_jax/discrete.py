@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance import Covariance
+from moment_jax.covariance.fields import need
 from moment_jax.layers import softmax
 
 __all__ = [
@@ -25,16 +26,9 @@ __all__ = [
 def gumbel_max(key: Array, log_probs: Array) -> Array:
     """One draw of Categorical(pi) for every row: argmax_k (g_k + log pi_k), g_k ~ Gumbel(0, 1).
 
-    Args:
-      key: a JAX random key.
-      log_probs: log pi, (..., K), normalised or not (no +inf). Categories of -inf are never drawn.
-        Frequencies are exact down to probabilities of about 1e-19; rarer events do not happen.
-
-    Returns:
-      Integers (...,) in 0 .. K - 1; -1 for a row of -inf, which `jax.nn.one_hot` maps to zeros, as
-      `gumbel_softmax` does.
-
-    Source: handwritten notes, z = argmax_i (g_i + log pi_i).
+    They are integers (...,), -1 for a row of -inf, which `jax.nn.one_hot` maps to zeros, as
+    `gumbel_softmax` does. Categories of -inf are never drawn. Frequencies are exact down to
+    probabilities of about 1e-19; rarer events do not happen. Source: handwritten notes.
 
     >>> gumbel_max(jax.random.key(0), jnp.array([[0.0, -jnp.inf], [-jnp.inf, -1e30]])).tolist()
     [0, 1]
@@ -54,18 +48,14 @@ def gumbel_softmax(
     Args:
       key: a JAX random key.
       log_probs: log pi, (..., K), normalised or not (no +inf).
-      temperature: tau, a positive scalar. Inside `jit` its value is unknown: anything below the root of
-        the smallest number (1e-19 in float32), and NaN, counts as that root. The result is one-hot then.
+      temperature: tau, a positive scalar, else ValueError. Inside `jit` its value is unknown: anything
+        below the root of the smallest number (1e-19 in float32), and NaN, counts as that root. The
+        result is one-hot then.
       straight_through: return the one-hot vector of `gumbel_max` with the gradient of the relaxed draw,
         which is biased.
 
     Returns:
-      (..., K), nonnegative, rows summing to one, in the dtype of log_probs.
-
-    Raises:
-      ValueError: if temperature is no scalar, or known and not positive and finite.
-
-    Source: handwritten notes, z_i = softmax((g_i + log pi_i) / tau).
+      (..., K), nonnegative, rows summing to one, in the dtype of log_probs. Source: handwritten notes.
     """
     scores, possible = _perturbed("gumbel_softmax", key, log_probs)
     codes = "For draws of codes, use gumbel_max, or straight_through=True."
@@ -103,15 +93,10 @@ def checked_temperature(
     name: str, temperature: Array | float, dtype: jnp.dtype, instead: str
 ) -> Array:
     """The temperature; unknown values below the root of the smallest number count as that root."""
-    if jnp.ndim(temperature) != 0:
-        raise ValueError(
-            f"`{name}` needs one temperature, a scalar. Got shape {jnp.shape(temperature)}. For "
-            "several, use jax.vmap."
-        )
-    if not isinstance(temperature, jax.core.Tracer) and not 0 < float(temperature) < float("inf"):
-        raise ValueError(
-            f"`{name}` needs a temperature > 0, and finite. Got {float(temperature)}. {instead}"
-        )
+    shape, mend = jnp.shape(temperature), "For several, use jax.vmap."
+    need(name, shape == (), "one temperature, a scalar", f"shape {shape}", mend)
+    known = isinstance(temperature, jax.core.Tracer) or 0 < float(temperature) < math.inf
+    need(name, known, "a temperature > 0, and finite", temperature, instead)
     lowest = float(jnp.finfo(dtype).tiny) ** 0.5
     tau = jnp.asarray(temperature, dtype)
     return jnp.where(tau > lowest, tau, lowest)
@@ -137,11 +122,8 @@ def log_probabilities(logits: Array) -> Array:
 def _checked(name: str, log_probs: Array) -> Array:
     """`log_probs` in float32 at least; ValueError unless the last axis has a category."""
     log_probs = jnp.asarray(log_probs)
-    if log_probs.ndim == 0 or log_probs.shape[-1] == 0:
-        raise ValueError(
-            f"`{name}` needs log-probabilities of shape (..., K) with K >= 1 categories. Got "
-            f"{tuple(log_probs.shape)}."
-        )
+    shape, rule = log_probs.shape, "log-probabilities of shape (..., K) with K >= 1 categories"
+    need(name, shape and shape[-1], rule, shape)
     return log_probs.astype(jnp.promote_types(log_probs.dtype, jnp.float32))
 
 
@@ -153,18 +135,11 @@ def _centred(logits: Array, possible: Array) -> Array:
 
 
 def categorical_kl(log_probs: Array, prior_log_probs: Array | None = None) -> Array:
-    """KL(p || prior) = sum_k p_k (log p_k - log prior_k), in nats, with 0 log 0 = 0.
+    """KL(p || prior) = sum_k p_k (log p_k - log prior_k), (...,), in nats, with 0 log 0 = 0.
 
-    Args:
-      log_probs: (..., K), normalised or not.
-      prior_log_probs: broadcastable to (..., K), normalised or not; None for the uniform distribution
-        over all K categories.
-
-    Returns:
-      (...,), not negative; inf if p_k > 0 where the prior is 0. Derivatives are finite everywhere.
-
-    Raises:
-      ValueError: if the two have different numbers of categories.
+    `prior_log_probs` is broadcastable to (..., K), or ValueError, normalised or not; None for the
+    uniform distribution over all K categories. The result is not negative, and inf if p_k > 0 where the
+    prior is 0. Derivatives are finite everywhere.
 
     >>> round(float(categorical_kl(jnp.array([0.0, -jnp.inf]))), 6)  # log 2
     0.693147
@@ -175,11 +150,8 @@ def categorical_kl(log_probs: Array, prior_log_probs: Array | None = None) -> Ar
         prior = jnp.full((size,), -math.log(size), log_probs.dtype)
     else:
         prior = log_probabilities(prior_log_probs)
-        if prior.shape[-1] != size:
-            raise ValueError(
-                f"`categorical_kl` needs as many categories in the prior, {size}. Got one of shape "
-                f"{tuple(prior.shape)}."
-            )
+        rule = f"as many categories in the prior, {size}"
+        need("categorical_kl", prior.shape[-1] == size, rule, prior.shape)
     prior, log_probs = jnp.broadcast_arrays(prior, log_probs)
     possible, allowed = log_probs > -jnp.inf, prior > -jnp.inf
     both = possible & allowed
@@ -208,21 +180,13 @@ def perplexity(log_probs: Array) -> Array:
 def code_usage(codes: Array, num_codes: int) -> Array:
     """The relative frequency of each code: (K,), summing to one; zeros if there is nothing to count.
 
-    `perplexity(jnp.log(code_usage(codes, K)))` is the effective number of codes in use.
-
-    Args:
-      codes: integers of any shape; those outside 0 .. num_codes - 1 (such as the -1 of an impossible
-        row) are not counted.
-      num_codes: K.
-
-    Raises:
-      ValueError: if num_codes < 1. TypeError: if the codes are not integers.
+    `perplexity(jnp.log(code_usage(codes, K)))` is the effective number of codes in use. Codes are
+    integers of any shape, or TypeError; those outside 0 .. K - 1, as of an impossible row, do not count.
     """
-    if num_codes < 1:
-        raise ValueError(f"`code_usage` needs num_codes >= 1. Got {num_codes}.")
+    need("code_usage", num_codes >= 1, "num_codes >= 1", num_codes)
     codes = jnp.asarray(codes)
-    if not jnp.issubdtype(codes.dtype, jnp.integer):
-        raise TypeError(f"`code_usage` needs integer codes. Got {codes.dtype}.")
+    right = jnp.issubdtype(codes.dtype, jnp.integer)
+    need("code_usage", right, "integer codes", codes.dtype, error=TypeError)
     # One-hot rows ignore codes out of range; with indexing, -1 would count as the last code.
     counts = jnp.sum(jax.nn.one_hot(codes.reshape(-1), num_codes), axis=0)
     return counts / jnp.maximum(jnp.sum(counts), 1)
@@ -231,15 +195,12 @@ def code_usage(codes: Array, num_codes: int) -> Array:
 def log_category_probabilities(mean: Array, cov: Covariance) -> Array:
     """Log E[pi], (T, K), normalised: the distribution of z under random logits, for `gumbel_softmax`.
 
-    A variable z_t | pi_t ~ Categorical(pi_t) with pi = softmax(logits) is distributed as
+    Of logits of this mean, (T, K), -inf for a category that cannot occur, and covariance, a structure. A
+    variable z_t | pi_t ~ Categorical(pi_t) with pi = softmax(logits) is distributed as
     Categorical(E[pi_t]). The covariance of pi, of `mj.softmax`, matters if several draws share pi.
 
     Errors are those of `mj.softmax` (0.5 %, 4 % and 10 % of E[pi] at a logit sd of 1, 2 and 3). Results
     are -inf exactly where the mean is; others are at least the logarithm of the smallest normal number.
-
-    Args:
-      mean: E[logits], (T, K); -inf for a category that cannot occur.
-      cov: covariance of the logits, a structure of shape (T, K).
     """
     probs, _ = softmax(mean, cov)
     log_probs = jnp.log(jnp.maximum(probs, jnp.finfo(probs.dtype).tiny))

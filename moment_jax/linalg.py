@@ -1,10 +1,9 @@
 """Factors, roots, inverses and log-determinants of symmetric matrices, singular ones included.
 
 On CPU without LAPACK, but for eigenvalues: jaxlib distributes a batch of LAPACK calls over the threads
-that already run it, and waits, so that as many concurrent batches as there are threads (two programs
-with a `vmap` are enough) hang; and the threads of its OpenBLAS spin beside XLA's, so that eight
-triangular systems of 64 rows took 150 ms instead of 0.4. Nor does LAPACK go on after a pivot that is not
-positive, whose column is skipped here.
+that already run it, and waits, so that as many concurrent batches as there are threads hang; and the
+threads of its OpenBLAS spin beside XLA's, so that eight triangular systems of 64 rows took 150 ms for
+0.4. Nor does LAPACK go on after a pivot that is not positive, whose column is skipped here.
 
 A function takes one matrix (n, n); stacks go through `jax.vmap`. NaN stays NaN.
 """
@@ -174,10 +173,7 @@ def _psd_sqrt_jvp(primals: tuple[Array], tangents: tuple[Array]) -> Pair:
 
 
 def _lyapunov(root: Array, right: Array) -> Array:
-    """X with root X + X root = right, for a symmetric PSD root.
-
-    A `custom_linear_solve`, so that JAX differentiates the equation and not `eigh`.
-    """
+    """X with root X + X root = right, for a symmetric PSD root: JAX differentiates this, not `eigh`."""
 
     def solve(_: object, right: Array) -> Array:
         values, vectors = eigh(root)
@@ -194,10 +190,9 @@ def _lyapunov(root: Array, right: Array) -> Array:
 
 @jax.custom_jvp
 def psd_logdet(cov: Array) -> Array:
-    """Log-determinant of a positive semidefinite matrix: a scalar, -inf where it is singular.
+    """Log-determinant of a positive semidefinite matrix: a scalar, -inf of derivative 0 if singular.
 
-    There its derivative, infinite too, is set to zero. A matrix that is singular up to rounding may
-    count as regular, with about log(eps) for each lost dimension.
+    One that is singular up to rounding may count as regular, with about log(eps) a lost dimension.
     """
     return _logdet_and_root(cov)[0]
 

@@ -43,9 +43,8 @@ def materialized(tree: T) -> T:
     one branch keep the simplifier from removing it. Both branches return their operand, so nothing is
     copied. The identity elsewhere: on other platforms, and outside jit.
 
-    It is a primitive because the same thing built from JAX operations is traced four times by every
-    transformation. It is linear, and works under `jvp`, `vmap`, `grad`, `checkpoint` and `scan`. Of a
-    pytree only floating-point arrays are stored, constants included; using one computes all of them.
+    A primitive, because the same thing of JAX operations is traced four times by every transformation.
+    Of a pytree only floating-point arrays are stored, constants included; using one computes all.
     """
     leaves, structure = jax.tree.flatten(tree)
     arrays = [leaf for leaf in leaves if _is_float(leaf)]
@@ -71,14 +70,6 @@ def _on_cpu(_context: Any, *arrays: ir.Value) -> Sequence[ir.Value]:
     return results
 
 
-def _jvp(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Any]]:
-    return _store.bind(*primals), _store_nonzero(tangents)
-
-
-def _transpose(cotangents: Sequence[Any], *operands: Any) -> list[Any]:
-    return _store_nonzero(cotangents)
-
-
 def _store_nonzero(tangents: Sequence[Any]) -> list[Any]:
     """Store the tangents; symbolic zeros stay symbolic."""
     known = [tangent for tangent in tangents if not isinstance(tangent, ad.Zero)]
@@ -101,8 +92,8 @@ def _without_unused(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
 _store.multiple_results = True
 _store.def_impl(lambda *arrays: list(arrays))
 _store.def_abstract_eval(lambda *types: list(types))
-ad.primitive_jvps[_store] = _jvp
-ad.primitive_transposes[_store] = _transpose
+ad.primitive_jvps[_store] = lambda at, tangents: (_store.bind(*at), _store_nonzero(tangents))
+ad.primitive_transposes[_store] = lambda cotangents, *_: _store_nonzero(cotangents)
 partial_eval.dce_rules[_store] = _without_unused
 batching.primitive_batchers[_store] = lambda arrays, axes: (_store.bind(*arrays), axes)
 mlir.register_lowering(_store, lambda context, *arrays: arrays)
@@ -115,11 +106,9 @@ def materialized_inputs(transform: Callable[P, R]) -> Callable[P, R]:
     All public transforms have it. jaxlib 0.10.2 to 0.12.0 miscompile `jnp.sum(x @ jnp.full((64, 64),
     0.01), axis=0)` for CPU: where a product whose right operand is ONE broadcast number is fused with a
     reduction, it reads something else (`tests/xla/test_compiler_fault.py`). Such operands come from
-    outside, or from full, ones or zeros inside `jit`: variances of a fresh network, kernels, a zero
-    covariance. Storing them avoids the fault, in derivatives too. If a transform makes such an array
-    itself and multiplies by it from the right, it must materialize it there.
-
-    Only the outermost transform stores; nested ones receive stored arrays.
+    outside, or from full, ones or zeros inside `jit`. Storing them avoids the fault, in derivatives too.
+    If a transform makes such an array itself and multiplies by it from the right, it must materialize it
+    there. Only the outermost transform stores; nested ones receive stored arrays.
     """
 
     @functools.wraps(transform)
@@ -141,8 +130,7 @@ def diagonal_of(matrix: Array) -> Array:
     """The diagonals (..., D) of matrices (..., D, E >= D), as a masked sum.
 
     `jnp.diagonal` takes 32 operations. A strided slice would be read inside whatever uses it, which
-    computes the matrix again for each of its entries; its derivative is a padded array. On a TPU it
-    would move every entry to another tile.
+    computes the matrix again for each of its entries. On a TPU it would move every entry to a new tile.
     """
     kept = jnp.where(on_diagonal(matrix.shape), matrix, jnp.zeros((), matrix.dtype))
     return jnp.sum(kept, axis=-1)

@@ -1,12 +1,11 @@
 """Attention as a Markov chain and a Brownian motion, on the network of a finished main job.
 
-Draws the attention graph of one image over the image, with its stationary law; the steps of the residual
-stream against normal quantiles; and accuracy against heads kept. Says whether the steps of the tokens
-are Brownian. Writes metrics.json.
+Draws the attention graph of one image over the image, with its stationary law, and the steps of the
+residual stream against normal quantiles. Says whether the steps of the tokens are Brownian. Writes
+metrics.json.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +16,10 @@ from scipy import stats
 
 import moment_jax as mj
 from experiments.brownian import figures as draw
-from experiments.brownian.heads import head_curve, head_importance
 from experiments.brownian.motion import motion_report
 from experiments.brownian.stream import residual_stream
 from experiments.command_line import Parser, writable_folder
-from experiments.data import Digits, Images
+from experiments.data import Digits
 from experiments.digits import trained
 from experiments.figures import save
 from experiments.outputs import aligned, write_json
@@ -31,9 +29,8 @@ def add_arguments(parser: Parser) -> None:
     """The options of the experiment."""
     parser.place("--run", "runs/digits", "the --out of a finished main job")
     parser.place("--out", None, "folder for metrics.json and figures (default: brownian/ in --run)")
-    what = "test images for the statistics of the steps and the curve"
+    what = "test images for the statistics of the steps"
     parser.whole("--images", 300, what, least=20)
-    parser.whole("--head-images", 300, "training images for the importance of the heads", least=2)
     parser.seed()
 
 
@@ -48,7 +45,6 @@ def run(args: argparse.Namespace) -> None:
         "settings": vars(args),
         "attention": _attention(out, plain, digits),
         "motion": _motion(args, out, residual_stream(plain, jnp.asarray(test.images))),
-        "heads": _heads(args, out, network, digits, test, rng),
     }
     write_json(out / "metrics.json", metrics)
     _print(metrics)
@@ -87,7 +83,7 @@ def _attention(out: Path, plain: mj.nn.VisionTransformer, digits: Digits) -> dic
                 row["score_symmetric_share"], _, row["score_cyclic_share"] = parts.shares
             rows.append(row)
             if i == 0:
-                shown = f"head 1.{h + 1}" if name in chains else name  # as in heads.png
+                shown = f"head 1.{h + 1}" if name in chains else name
                 drawn[shown] = (np.asarray(chain), np.asarray(law))
     save(draw.attention(image, drawn), out / "attention.png")
     return {"label": int(digits.test.labels[0]), "chains": rows}
@@ -105,24 +101,6 @@ def _motion(args: argparse.Namespace, out: Path, stream: jax.Array) -> dict[str,
     return {**verdict, "blocks": motion.blocks, "growth": motion.growth}
 
 
-def _heads(
-    args: argparse.Namespace, out: Path, network: mj.Bayesian, digits: Digits,
-    test: Images, rng: np.random.Generator,
-) -> dict[str, Any]:  # fmt: skip
-    """Importance of the heads on training images, and the curve on test images."""
-    size = len(digits.train.labels)
-    part = digits.train.part(rng.permutation(size)[: args.head_images])
-    given = jnp.asarray(part.images), jnp.asarray(part.labels)
-    settings = json.loads((args.run / "metrics.json").read_text())["settings"]
-    importance = head_importance(
-        network, *given, dataset_size=size, kl_weight=settings["kl_weight"]
-    )
-    worth = [-change for change in importance.elbo_change]
-    curve = head_curve(network, jnp.asarray(test.images), test.labels, worth)
-    save(draw.heads(importance, curve), out / "heads.png")
-    return {"importance": importance, "curve": curve}
-
-
 def _print(metrics: dict[str, Any]) -> None:
     print(metrics["motion"]["sentence"])
     table = [["block", "chain", "balance gap", "spectral gap", "mixing time", "entropy"]]
@@ -131,9 +109,6 @@ def _print(metrics: dict[str, Any]) -> None:
         numbers += [f"{row['mixing_time']:.0f}", f"{row['entropy_rate']:.2f}"]
         table.append([str(row["block"]), row["chain"], *numbers])
     print(aligned(table))
-    curve = metrics["heads"]["curve"]
-    kept = ", ".join(f"{k}: {a:.3f}" for k, a in zip(curve.kept, curve.accuracy, strict=True))
-    print(f"accuracy by heads kept: {kept}")
 
 
 class ScoreParts(NamedTuple):

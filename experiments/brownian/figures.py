@@ -3,7 +3,6 @@
 import numpy as np
 from matplotlib.axes import Axes
 
-from experiments.brownian.heads import HeadCurve, HeadImportance
 from experiments.brownian.motion import TokenMotion
 from experiments.figures import BAYES, PLAIN, WRONG, Figure, plt, styled
 
@@ -75,21 +74,4 @@ def increments(quantiles: np.ndarray, found: list[np.ndarray], motion: TokenMoti
     if growth.exponent is not None:
         law = f"as depth^{growth.exponent:.2f} ± {growth.exponent_error:.3f}"
     right.set_title(f"Displacement grows {law}")
-    return figure
-
-
-@styled
-def heads(importance: HeadImportance, curve: HeadCurve) -> Figure:
-    """Importance of each head, and accuracy as heads are removed."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4.0))
-    changes = importance.elbo_change
-    names = [f"{i + 1}.{h + 1}" for i, own in enumerate(changes) for h in range(len(own))]
-    errors = np.concatenate(importance.fit_error)
-    left.bar(names, np.concatenate(changes), color=BAYES, yerr=errors, ecolor="0.3")
-    left.axhline(0, color="0.4", linewidth=0.8)
-    left.set(xlabel="block.head", ylabel="change of the ELBO without it (nats)")
-    left.set_title("Below 0 the head helps")
-    right.plot(curve.kept, curve.accuracy, "o-", color=BAYES)
-    right.set(xlabel="heads kept", ylabel="accuracy on test images", xticks=curve.kept)
-    right.set_title("Accuracy against heads kept, by the ELBO")
     return figure

@@ -26,7 +26,6 @@ from moment_jax.brownian.markov import (
 from moment_jax.brownian.paths import (
     brownian_increments,
     brownian_path,
-    euler_maruyama,
     heat_step,
     ito,
     quadratic_variation,
@@ -34,7 +33,7 @@ from moment_jax.brownian.paths import (
 
 __all__ = [
     "ChainClasses", "DiffusionMap", "attention_scores", "brownian_increments", "brownian_path",
-    "chain_classes", "detailed_balance_gap", "diffusion_map", "entropy_rate", "euler_maruyama",
+    "chain_classes", "detailed_balance_gap", "diffusion_map", "entropy_rate",
     "gaussian_kernel", "heat_step", "ito", "mixing_time", "quadratic_variation", "row_normalize",
     "spectral_gap", "squared_distances", "stationary", "to_sphere",
     "transition_matrix",

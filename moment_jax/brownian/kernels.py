@@ -5,26 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance.fields import check_array
+from moment_jax.covariance.fields import check_array, need
 from moment_jax.xla import inlined
 
 
 def to_sphere(x: Array, *, epsilon: float = 0.0) -> Array:
     """LayerNorm without gain and bias: maps to the sphere of radius sqrt(D) with features summing to 0.
 
-    With epsilon > 0, as in every implementation, a token whose features have variance v is mapped inside
-    the sphere, to radius sqrt(D v / (v + epsilon)).
-
-    Tokens (..., D), D at least 2, stay (..., D). One with equal features has no direction and is mapped
-    to the origin. ValueError if D is below 2 or epsilon negative.
+    Tokens (..., D), D at least 2, or ValueError, stay (..., D). One with equal features has no direction
+    and is mapped to the origin. With epsilon > 0, as in every implementation, a token whose features
+    have variance v is mapped inside the sphere, to radius sqrt(D v / (v + epsilon)).
 
     Source: The Brownian motion in the Transformer, Eq. 11 and section 3.1.
     """
-    if x.ndim < 1 or x.shape[-1] < 2 or epsilon < 0:
-        raise ValueError(
-            "`to_sphere` needs tokens (..., D) with D >= 2 and epsilon >= 0. Got "
-            f"{tuple(x.shape)} and {epsilon}."
-        )
+    right, came = x.ndim > 0 and x.shape[-1] > 1 and epsilon >= 0, f"{x.shape} and {epsilon}"
+    need("to_sphere", right, "tokens (..., D) with D >= 2 and epsilon >= 0", came)
     centred = x - jnp.mean(x, axis=-1, keepdims=True)
     spread = jnp.mean(centred**2, axis=-1, keepdims=True) + epsilon
     positive = spread > 0
@@ -53,18 +48,11 @@ def gaussian_kernel(x: Array, y: Array, *, bandwidth: float | Array | None = Non
     not positive, or shapes do not fit.
 
     Source: The Brownian motion in the Transformer, Eq. 1 and 15.
-
-    >>> near, far = gaussian_kernel(jnp.zeros((1, 1)), jnp.array([[0.0], [2.0]]), bandwidth=2.0)[0]
-    >>> f"{near:.3f} {far:.3f}"
-    '1.000 0.607'
     """
     check_points("gaussian_kernel", x)
     check_points("gaussian_kernel", y)
-    if x.shape[1] != y.shape[1]:
-        raise ValueError(
-            "`gaussian_kernel(x, y)` needs points of the same number of features. Got "
-            f"{tuple(x.shape)} and {tuple(y.shape)}."
-        )
+    rule, came = "points of the same number of features", f"{x.shape} and {y.shape}"
+    need("gaussian_kernel(x, y)", x.shape[1] == y.shape[1], rule, came)
     if bandwidth is None:
         bandwidth = x.shape[1] ** 0.25
     check_positive("gaussian_kernel", "bandwidth", bandwidth)
@@ -77,21 +65,15 @@ def row_normalize(kernel: Array) -> Array:
 
     ValueError if an entry is negative or a row is all zero; in compiled code that becomes uniform.
     """
-    if kernel.ndim != 2:
-        raise ValueError(f"`row_normalize` needs weights (T, S). Got {tuple(kernel.shape)}.")
+    call = "row_normalize"
+    need(call, kernel.ndim == 2, "weights (T, S)", kernel.shape)
     total = jnp.sum(kernel, axis=1, keepdims=True)
     if not isinstance(kernel, jax.core.Tracer):
         weights, sums = np.asarray(kernel), np.asarray(kernel).sum(axis=1)
-        if np.any(weights < 0) or not np.all(np.isfinite(weights)):
-            raise ValueError(
-                "`row_normalize` needs finite weights, none negative. The smallest is "
-                f"{weights.min():.3g}. For scores of any sign, use jax.nn.softmax."
-            )
-        if np.any(sums == 0):
-            raise ValueError(
-                f"`row_normalize` needs a positive weight in every row. Row {np.argmin(sums)} has "
-                "none: widen the bandwidth, or drop the point."
-            )
+        right, mend = (weights >= 0) & np.isfinite(weights), "For scores, use jax.nn.softmax."
+        need(call, right.all(), "finite weights, none negative", f"{weights.min():.3g}", mend)
+        came, mend = f"none in row {np.argmin(sums)}", "Widen the bandwidth, or drop the point."
+        need(call, (sums > 0).all(), "a positive weight in every row", came, mend)
     connected = total > 0
     return jnp.where(connected, kernel / jnp.where(connected, total, 1), 1 / kernel.shape[1])
 
@@ -120,12 +102,10 @@ def attention_scores(
     is the transition matrix. ValueError if shapes do not fit.
     """
     check_points("attention_scores", tokens)
-    if query_kernel.shape != key_kernel.shape or query_kernel.shape[0] != tokens.shape[1]:
-        raise ValueError(
-            "`attention_scores` needs kernels (D, K) or (D, H, K) of one shape, D the features of the "
-            f"tokens. Got {tuple(query_kernel.shape)}, {tuple(key_kernel.shape)} and tokens "
-            f"{tuple(tokens.shape)}."
-        )
+    shapes = query_kernel.shape, key_kernel.shape
+    rule = "kernels (D, K) or (D, H, K) of one shape, D the features of the tokens"
+    right = shapes[0] == shapes[1] and shapes[0][0] == tokens.shape[1]
+    need("attention_scores", right, rule, f"{shapes} and tokens {tokens.shape}")
     query, key = (jnp.tensordot(tokens, x, axes=1) for x in (query_kernel, key_kernel))
     query = query if query_bias is None else query + query_bias[None]
     key = key if key_bias is None else key + key_bias[None]
@@ -135,14 +115,11 @@ def attention_scores(
 def check_points(name: str, points: Array) -> None:
     """Raise unless `points` are floating-point numbers (T, D) with T and D at least one."""
     check_array(name, points)
-    if points.ndim != 2 or min(points.shape) < 1:
-        raise ValueError(
-            f"`{name}` needs points of shape (T, D), one in each row. Got {tuple(points.shape)}. "
-            f"For a batch, use jax.vmap({name})."
-        )
+    right, mend = points.ndim == 2 and min(points.shape) > 0, f"For a batch, use jax.vmap({name})."
+    need(name, right, "points of shape (T, D), one in each row", points.shape, mend)
 
 
 def check_positive(name: str, what: str, value: float | Array) -> None:
     """Raise unless a number is positive; not checked inside compiled code."""
-    if not isinstance(value, jax.core.Tracer) and not np.all(np.asarray(value) > 0):
-        raise ValueError(f"`{name}` needs {what} > 0. Got {value}.")
+    known = isinstance(value, jax.core.Tracer) or np.all(np.asarray(value) > 0)
+    need(name, known, f"{what} > 0", value)

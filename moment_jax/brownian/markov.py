@@ -15,6 +15,7 @@ from moment_jax.brownian.kernels import (
     gaussian_kernel,
     squared_distances,
 )
+from moment_jax.covariance.fields import need
 from moment_jax.xla import inlined
 
 LONGEST = 30  # `mixing_time` gives up after 2^LONGEST steps
@@ -62,11 +63,9 @@ def stationary(transition: Array) -> Array:
     """The stationary law p = P^T p, (T,), of a chain (T, T) with one closed class: probabilities.
 
     Solves (I - P^T + u 1^T) p = u with the uniform law u. States outside the class, as under a causal
-    mask, get zero. A periodic chain has a stationary law too, but need not converge to it. Inside
-    compiled code nothing is checked; the result is arbitrary if there are several closed classes.
-
-    Raises:
-      ValueError: if rows are not probabilities, or the chain has more than one closed class.
+    mask, get zero. A periodic chain has a stationary law too, but need not converge to it. ValueError if
+    rows are not probabilities, or there are several closed classes; inside compiled code nothing is
+    checked, and the result is arbitrary then.
 
     >>> print([f"{p:.3f}" for p in stationary(jnp.array([[0.5, 0.5], [1.0, 0.0]]))])
     ['0.667', '0.333']
@@ -74,13 +73,10 @@ def stationary(transition: Array) -> Array:
     size = _check_stochastic("stationary", transition)
     if not isinstance(transition, jax.core.Tracer):
         classes = chain_classes(transition)
-        if not classes.unique:
-            raise ValueError(
-                "`stationary` needs a chain with one closed class; otherwise the law depends on the "
-                f"start. One class has {int(classes.recurrent.sum())} of {size} states, and some states "
-                "never reach it. Use one class alone (`chain_classes`), or connect the chain, for "
-                "instance by 0.99 P + 0.01 / T."
-            )
+        rule = "a chain with one closed class; otherwise the law depends on the start"
+        came = f"several, one of {classes.recurrent.sum()} of {size} states"
+        mend = "Use one class alone (`chain_classes`), or connect the chain: 0.99 P + 0.01 / T."
+        need("stationary", classes.unique, rule, came, mend)
     return _stationary(transition)
 
 
@@ -124,8 +120,7 @@ def entropy_rate(transition: Array, law: Array) -> Array:
 def _check_law(name: str, transition: Array, law: Array) -> None:
     """Raise unless rows are probabilities and the law is (T,)."""
     size = _check_stochastic(name, transition)
-    if law.shape != (size,):
-        raise ValueError(f"`{name}` needs a law of shape ({size},). Got {tuple(law.shape)}.")
+    need(name, law.shape == (size,), f"a law of shape ({size},)", law.shape)
 
 
 def spectral_gap(transition: Array) -> Array:
@@ -144,21 +139,16 @@ def mixing_time(transition: Array, *, distance: float = 0.25) -> int:
 
     The distance is total variation, sum_j |P^t_ij - p_j| / 2, at the worst start i. The step, a Python
     int, is found by doubling and bisection on powers of P; 0 for T = 1. Not for compiled code.
-
-    Raises:
-      ValueError: if rows are not probabilities, the chain is periodic or has several closed classes
-        (then it never mixes), or it has not mixed after 2^LONGEST steps.
+    ValueError if rows are not probabilities, or the chain never mixes (it is periodic, or has several
+    closed classes), or has not after 2^LONGEST steps.
     """
     size = _check_stochastic("mixing_time", transition)
-    if not 0 < distance < 1:
-        raise ValueError(f"`mixing_time` needs 0 < distance < 1. Got {distance}.")
+    need("mixing_time", 0 < distance < 1, "0 < distance < 1", distance)
     classes = chain_classes(transition)
-    if classes.period > 1 or not classes.unique:
-        raise ValueError(
-            "`mixing_time` needs an aperiodic chain with one closed class; others never mix. Got "
-            f"period {classes.period}{'' if classes.unique else ' and several closed classes'}. "
-            "(I + P) / 2 is never periodic."
-        )
+    right = classes.period == 1 and classes.unique
+    rule = "an aperiodic chain with one closed class; others never mix"
+    came = f"period {classes.period}{'' if classes.unique else ' and several closed classes'}"
+    need("mixing_time", right, rule, came, "(I + P) / 2 is never periodic.")
     target = stationary(transition)
 
     def far(power: Array) -> bool:
@@ -169,11 +159,9 @@ def mixing_time(transition: Array, *, distance: float = 0.25) -> int:
         return 0
     powers = [transition]
     while far(powers[-1]):
-        if len(powers) > LONGEST:
-            raise ValueError(
-                f"`mixing_time` found a distance above {distance} after 2^{LONGEST} steps. See "
-                "1 / spectral_gap(transition)."
-            )
+        rule, came = f"a distance below {distance} after 2^{LONGEST} steps", "a larger one"
+        mend = "See 1 / spectral_gap(transition)."
+        need("mixing_time", len(powers) <= LONGEST, rule, came, mend)
         powers.append(powers[-1] @ powers[-1])
     steps = 0  # the last step that is still too far
     for i, power in reversed(list(enumerate(powers[:-1]))):
@@ -212,18 +200,13 @@ def diffusion_map(
         power on both sides. 1 (Laplace-Beltrami) removes the effect of the sampling density, 0 is the
         plain walk, 1/2 Fokker-Planck.
 
-    Raises:
-      ValueError: if an argument is out of its range.
-
-    Source: Coifman and Lafon, Diffusion maps (2006), cited as [23] in the Brownian motion document.
+    ValueError if an argument is out of its range. Source: Coifman and Lafon, Diffusion maps (2006).
     """
     check_points("diffusion_map", points)
     size = points.shape[0]
-    if not 1 <= count < size or time < 0:
-        raise ValueError(
-            "`diffusion_map` needs two points at least, 1 <= count <= T - 1 and time >= 0. Got "
-            f"count={count}, T={size}, time={time}."
-        )
+    rule = "two points at least, 1 <= count <= T - 1 and time >= 0"
+    came = f"count={count}, T={size}, time={time}"
+    need("diffusion_map", 1 <= count < size and time >= 0, rule, came)
     if bandwidth is None:
         rank = min(NEIGHBORS, size - 1)
         distances = -jax.lax.top_k(-squared_distances(points, points), rank + 1)[0]
@@ -249,27 +232,18 @@ def diffusion_map(
 
 def _check_stochastic(name: str, transition: Array) -> int:
     """Return T; raise unless the rows of (T, T) are probabilities (in compiled code, only the shape)."""
-    shape = tuple(transition.shape)
-    if len(shape) != 2 or shape[0] != shape[1] or shape[0] < 1:
-        raise ValueError(
-            f"`{name}` needs a matrix of shape (T, T). Got {shape}. For a batch, use "
-            f"jax.vmap({name})."
-        )
+    shape = transition.shape
+    right = len(shape) == 2 and shape[0] == shape[1] > 0
+    need(name, right, "a matrix of shape (T, T)", shape, f"For a batch, use jax.vmap({name}).")
     if isinstance(transition, jax.core.Tracer):
         return shape[0]
     wide = np.asarray(transition, np.float64)
-    if not np.all(np.isfinite(wide)) or np.any(wide < 0):
-        raise ValueError(
-            f"`{name}` needs probabilities: finite entries, none negative. The smallest is "
-            f"{wide.min():.3g}. To normalise weights, use "
-            "mj.brownian.row_normalize(kernel); for scores, jax.nn.softmax(scores)."
-        )
+    fine, rule = (wide >= 0) & np.isfinite(wide), "probabilities: finite entries, none negative"
+    mend = "Of weights use mj.brownian.row_normalize(kernel); of scores jax.nn.softmax(scores)."
+    need(name, fine.all(), rule, f"{wide.min():.3g}", mend)
     sums = wide.sum(axis=1)
     row = np.argmax(np.abs(sums - 1))
-    if abs(sums[row] - 1) > TOLERANCE.get(str(transition.dtype), 1e-4):
-        raise ValueError(
-            f"`{name}` needs rows that sum to one. Row {row} sums to {sums[row]:.6g}. Use "
-            "mj.brownian.row_normalize(kernel). Entry (i, j) is the probability of i -> j: transpose a "
-            "matrix whose columns sum to one."
-        )
+    right = abs(sums[row] - 1) <= TOLERANCE.get(str(transition.dtype), 1e-4)
+    mend = "Use mj.brownian.row_normalize, or transpose: entry (i, j) is of the step i -> j."
+    need(name, right, "rows that sum to one", f"{sums[row]:.6g} for row {row}", mend)
     return shape[0]

@@ -1,4 +1,4 @@
-"""Brownian paths, stochastic differential equations, the heat equation, Ito's lemma."""
+"""Brownian paths, the heat equation, Ito's lemma."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.brownian.kernels import check_positive
-from moment_jax.covariance.fields import check_array
+from moment_jax.covariance.fields import check_array, need
 from moment_jax.xla import diagonal_matrix
 
 Coefficient = Callable[[Array, Array], Array]
@@ -26,8 +26,7 @@ def brownian_increments(
 
 def brownian_path(increments: Array) -> Array:
     """The path B, starting at B_0 = 0: (steps + 1, ...) from increments (steps, ...)."""
-    if increments.ndim < 1:
-        raise ValueError("`brownian_path` needs increments (steps, ...). Got a scalar.")
+    need("brownian_path", increments.ndim, "increments (steps, ...)", "a scalar")
     return jnp.concatenate([jnp.zeros_like(increments[:1]), jnp.cumsum(increments, axis=0)])
 
 
@@ -39,33 +38,6 @@ def quadratic_variation(path: Array) -> Array:
     check_array("quadratic_variation", path)
     squares = jnp.diff(path, axis=0) ** 2
     return jnp.concatenate([jnp.zeros_like(path[:1]), jnp.cumsum(squares, axis=0)])
-
-
-def euler_maruyama(
-    drift: Coefficient, diffusion: Coefficient, start: Array, increments: Array, *, dt: float
-) -> Array:
-    """Solve dX = a(t, X) dt + b(t, X) dB: (steps + 1, *x.shape); strong order 1/2, weak order 1.
-
-    Args:
-      drift: a(t, x), of the shape of x.
-      diffusion: b(t, x), a scalar or of the shape of x, multiplied entrywise; or (*x.shape, K) for K
-        motions.
-      start: X at time zero, of any shape; vmap over batches.
-      increments: (steps, *x.shape), or (steps, K) for K motions, of variance dt.
-      dt: length of a step, positive, else ValueError.
-    """
-    check_positive("euler_maruyama", "dt", dt)
-    first = jnp.asarray(start, increments.dtype)
-    times = dt * jnp.arange(increments.shape[0], dtype=increments.dtype)
-
-    def step(x: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
-        t, noise = now
-        spread = jnp.asarray(diffusion(t, x))
-        push = spread @ noise if spread.ndim == x.ndim + 1 else spread * noise
-        new = (x + drift(t, x) * dt + push).astype(x.dtype)
-        return new, new
-
-    return jnp.concatenate([first[None], jax.lax.scan(step, first, (times, increments))[1]])
 
 
 def heat_step(density: Array, *, diffusivity: float, dx: float, dt: float) -> Array:
@@ -80,11 +52,9 @@ def heat_step(density: Array, *, diffusivity: float, dx: float, dt: float) -> Ar
     for what, value in (("diffusivity", diffusivity), ("dx", dx), ("dt", dt)):
         check_positive("heat_step", what, value)
     rate = diffusivity * dt / dx**2
-    if rate > 0.5 * (1 + 1e-12):
-        raise ValueError(
-            "`heat_step` needs diffusivity dt / dx^2 <= 1/2 to be stable. "
-            f"Got {rate:.4g}: take at least {2 * rate:.3g} times as many steps."
-        )
+    rule = "diffusivity dt / dx^2 <= 1/2 to be stable"
+    mend = f"Take at least {2 * rate:.3g} times as many steps."
+    need("heat_step", rate <= 0.5 * (1 + 1e-12), rule, f"{rate:.4g}", mend)
     left, right = jnp.roll(density, 1, axis=-1), jnp.roll(density, -1, axis=-1)
     return density + rate * (left - 2 * density + right)
 
@@ -119,11 +89,8 @@ def ito(
             point = point.astype(jnp.result_type(float))
         directions, single = _directions(diffusion, time, point)
         velocity = jnp.zeros_like(point) if drift is None else jnp.asarray(drift(time, point))
-        if velocity.shape != point.shape:
-            raise ValueError(
-                f"`ito` needs a drift of the shape of x, {tuple(point.shape)}. Got "
-                f"{tuple(velocity.shape)}."
-            )
+        rule = f"a drift of the shape of x, {point.shape}"
+        need("ito", velocity.shape == point.shape, rule, velocity.shape)
         _, ahead = jax.jvp(function, (time, point), (jnp.ones_like(time), velocity))
 
         def along(direction: Array) -> tuple[Any, Any]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
@@ -22,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance.fields import by_shapes, no_such, rebuilt, sequence_shape
+from moment_jax.covariance.fields import Shape, by_shapes, no_such, rebuilt, sequence_shape
 from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt, vector_cov
 from moment_jax.xla import diagonal_matrix
 
@@ -33,19 +32,15 @@ class RandomKernel(Protocol):
     @property
     def uncorrelated(self) -> bool:
         """Whether Cov[w_io, w_jp] = 0 unless i = j and o = p."""
-        ...
 
     def noise_variance(self, mean: Array, variance: Array) -> Array:
         """sum_ij (diag(variance) + mean mean^T)_ij Cov[w_io, w_jo]: (..., D), (..., D) -> (..., O)."""
-        ...
 
     def noise_block(self, moment: Array) -> Array:
         """sum_ij moment_ij Cov[w_io, w_jp]: (..., D, D) -> (..., O, O)."""
-        ...
 
     def input_metric(self) -> Array:
         """sum_o Cov[w_io, w_jo]: (D,) where it is diagonal, else (D, D)."""
-        ...
 
 
 def over_batch(query: Callable[[Any], Array]) -> Callable[[Any], Array]:
@@ -163,9 +158,9 @@ class Covariance(abc.ABC):
         missing = [k for k in needed if getattr(getattr(cls, k), "__isabstractmethod__", False)]
         if missing:
             raise TypeError(
-                f"A covariance structure needs `project` and `to_dense`. Got {cls.__name__} without "
-                f"`{'`, `'.join(missing)}`. Define `project(cls, dense)` as a classmethod that takes a "
-                "(T, D, T, D) array, and `to_dense(self)` that returns one."
+                "A covariance structure needs a classmethod `project(cls, dense)` of a (T, D, T, D) "
+                "array, and `to_dense(self)`, which returns one. Got "
+                f"{cls.__name__} without `{'`, `'.join(missing)}`. Define them."
             )
 
     # -- what a structure defines -----------------------------------------------------------------
@@ -182,24 +177,14 @@ class Covariance(abc.ABC):
     # -- constructors and queries -----------------------------------------------------------------
 
     @classmethod
-    def zeros(
-        cls,
-        shape: tuple[int, ...],
-        dtype: jnp.dtype | type = jnp.float32,
-        landmarks: int | None = None,
-    ) -> Self:
-        """Covariance of a constant array of this (T, D) shape.
-
-        `landmarks` is for structures that keep what tokens share at some tokens alone: see `Separable`.
-        """
-        del landmarks
+    def zeros(cls, shape: Shape, dtype: Any = jnp.float32, landmarks: int | None = None) -> Self:
+        """Covariance of a constant array of this (T, D) shape; `landmarks` is for `Separable`."""
         return cls.independent(jnp.zeros(sequence_shape(cls, shape), dtype))
 
     @classmethod
     def independent(cls, variance: Array) -> Self:
         """Covariance of independent entries with these (T, D) variances."""
-        dense = jnp.diag(variance.ravel()).reshape(2 * variance.shape)
-        return cls.project(dense)
+        return cls.project(jnp.diag(variance.ravel()).reshape(2 * variance.shape))
 
     @classmethod
     def unchecked(cls, *fields: Any) -> Self:
@@ -212,7 +197,7 @@ class Covariance(abc.ABC):
         return self.project(dense)
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """(..., T, D), the shape of the array whose covariance this is."""
         return jax.eval_shape(self.to_dense).shape[:-2]
 
@@ -255,32 +240,24 @@ class Covariance(abc.ABC):
 
     def at_landmarks(self, count: int | None) -> Self:
         """The same covariance, where a structure keeps what tokens share at landmark tokens alone."""
-        del count
         return self
 
     # -- attention's masks --------------------------------------------------------------------------
 
     def seen_by(self, mask: Array | None, *, memory: bool = False) -> Self:
-        """The covariance of keys with which a mask's unseen tokens influence no other.
+        """The covariance of keys with which a mask's unseen tokens influence no other: see `pooled`.
 
-        Only a structure that holds a sum over tokens has to change: see `Separable.pooled`.
-
-        Args:
-          mask: (T, S), (1, S) or (H, T, S) boolean, True where a query may look; None for no mask.
-          memory: whether the keys come from another sequence than the queries.
+        The mask is (T, S), (1, S) or (H, T, S), True where a query may look, or None. With `memory` the
+        keys come from another sequence than the queries.
         """
-        del mask, memory
         return self
 
     def pooled(self, pool: Array) -> Self:
         """The same covariance, what it holds of a sum over tokens from now on that of sum_t pool_t x_t.
 
-        Tokens of weight zero (padding, or later ones) then have no influence on the others.
-
-        Raises:
-          ValueError: if there is not one weight for each token.
+        Tokens of weight zero (padding, or later ones) then have no influence on the others. ValueError
+        if there is not one weight for each token.
         """
-        del pool
         return self
 
     def check_mask(self, call: str, mask: Array) -> None:
@@ -295,8 +272,7 @@ class Covariance(abc.ABC):
 
     def map_features(self, kernel: Array) -> Self:
         """Covariance of `x @ kernel`, kernel (D, O)."""
-        dense = jnp.einsum("io,tisj,jp->tosp", kernel, self.to_dense(), kernel)
-        return self.projected(dense)
+        return self.projected(jnp.einsum("io,tisj,jp->tosp", kernel, self.to_dense(), kernel))
 
     def map_each(self, kernels: Array) -> Self:
         """Covariance of x_t @ kernels_t, each token with a kernel of its own, (T, D, O)."""
@@ -314,10 +290,8 @@ class Covariance(abc.ABC):
 
     def entries(self, places: np.ndarray) -> Self:
         """Covariance of the (U, O) array of these entries of the flat x; -1 stands for zeros."""
-        flat, size = places.ravel(), math.prod(self.shape)
-        dense = self.to_dense().reshape(size, size)[flat][:, flat]
-        known = (flat >= 0)[:, None] & (flat >= 0)[None]
-        return self.project(jnp.where(known, dense, 0).reshape(2 * places.shape))
+        half = Cross(self.to_dense()).entries(places)
+        return self.project(half.T.entries(places).cov)
 
     def add(self, *others: Self) -> Self:
         """Covariance of the sum of independent arrays."""
@@ -328,18 +302,13 @@ class Covariance(abc.ABC):
     def weight_noise(self, mean: Array, weights: RandomKernel) -> Self:
         """The contribution of an independent random kernel W to Cov[x @ W].
 
-        That is sum_ij (Cov[x_ti, x_sj] + mean_ti mean_sj) Cov[W_io, W_jp] (Transformer derivation,
-        Prop. 2, first two terms).
+        That is sum_ij (Cov[x_ti, x_sj] + mean_ti mean_sj) Cov[W_io, W_jp] (derivation, Prop. 2).
         """
         noise = weights.noise_block(jnp.swapaxes(self._moment(mean), 1, 2))
         return self.projected(jnp.swapaxes(noise, 1, 2))
 
     def token_noise(self, mean: Array, weights: RandomKernel) -> Self:
-        """The contribution of an independent random kernel W over tokens to Cov[W^T x], W (T, U).
-
-        That is sum_ts (Cov[x_ti, x_sj] + mean_ti mean_sj) Cov[W_tu, W_sv]: `weight_noise` of the
-        transposed array.
-        """
+        """`weight_noise` of the transposed array: that of a random kernel W (T, U) to Cov[W^T x]."""
         noise = weights.noise_block(jnp.transpose(self._moment(mean), (1, 3, 0, 2)))
         return self.project(jnp.transpose(noise, (2, 0, 3, 1)))
 
@@ -355,10 +324,7 @@ class Covariance(abc.ABC):
         return self.to_dense() + mean[:, :, None, None] * mean[None, None]
 
     def bias_noise(self, bias_cov: Array) -> Self:
-        """Covariance of one random vector at every token of x, such as a random bias.
-
-        bias_cov is its covariance (D, D), or variances (D,) of independent entries.
-        """
+        """Covariance of one random vector, a bias, at every token; bias_cov is (D, D) or (D,)."""
         t, cov = self.shape[0], vector_cov(bias_cov)
         return self.projected(jnp.broadcast_to(cov[None, :, None, :], 2 * (t, len(cov))))
 
@@ -389,8 +355,7 @@ class Covariance(abc.ABC):
         """Covariance of x + z, given that of z and Cov[x, z], or None if they are independent."""
         if cross is None:
             return self.add(branch)
-        dense = self.to_dense() + branch.to_dense() + cross.cov + cross.T.cov
-        return self.projected(dense)
+        return self.projected(self.to_dense() + branch.to_dense() + cross.cov + cross.T.cov)
 
     def hadamard(self, other: Self, cross: Any) -> Self:
         """Covariance of x * z for jointly Gaussian x and z of mean zero, given Cov[x, z] or None."""

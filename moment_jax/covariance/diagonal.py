@@ -62,13 +62,10 @@ class DiagonalCross(NamedTuple):
         return self.rescale(jnp.repeat(own, self._shape[1] // len(weights), axis=1))
 
     def take(self, rows: np.ndarray, columns: np.ndarray) -> DiagonalCross:
-        right = np.where(rows < 0, -1, self.right[rows])
-        found = self._replace(right=right)
-        if np.array_equal(columns, np.arange(self._shape[1])):
+        found, size = self._replace(right=np.where(rows < 0, -1, self.right[rows])), self._shape[1]
+        if np.array_equal(columns, np.arange(size)):
             return found
-        return found.map_features(
-            jax.nn.one_hot(columns, self._shape[1]).T.astype(self.gains[0].dtype)
-        )
+        return found.map_features(jax.nn.one_hot(columns, size, dtype=self.gains[0].dtype).T)
 
     def add(self, other: DiagonalCross) -> DiagonalCross:
         """Of two ways from x to z; each is first shortened to one kernel, unless neither has any."""
@@ -116,10 +113,7 @@ class Diagonal(Covariance):
     """Variance only: Cov[x_td, x_se] = [t = s][d = e] v_td.
 
     Assumes that all entries are independent. Tokens share weight noise, so on a Transformer this loses
-    much of the predictive variance. It is the cheapest structure.
-
-    Args:
-      variances: v, (T, D).
+    much of the predictive variance. It is the cheapest structure: v (T, D).
 
     >>> import jax.numpy as jnp
     >>> cov = Diagonal(jnp.array([[1.0, 4.0]]))

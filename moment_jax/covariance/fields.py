@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="DataclassInstance")
 Shape = tuple[int, ...]
+NUMBERS = (jax.Array, np.ndarray, np.generic, int, float)
 
 
 def register_fields(cls: type[T]) -> type[T]:
@@ -23,12 +24,8 @@ def register_fields(cls: type[T]) -> type[T]:
 
     `jax.tree_util.register_dataclass` would call the constructor, whose shape checks fail in legitimate
     transformations: `jacfwd` and `hessian` append axes, `vmap(out_axes=1)` inserts one, and factored
-    optimisers summarise each array.
-
-    Its repr shows the shapes of arrays, for those of a batch fill screens.
-
-    The library's own classes can appear in functions saved with `jax.export`. A user's class cannot: it
-    may be defined again under the same name, as in a notebook.
+    optimisers summarise each array. Its repr shows shapes alone. The library's own classes can appear in
+    functions saved with `jax.export`; a user's may be defined again under the same name, and cannot.
     """
     shown: Any = cls
     shown.__repr__, shown.__getattr__ = by_shapes, no_such
@@ -72,20 +69,26 @@ def rebuilt(cls: Any, leaves: Iterable[object]) -> Any:
     return instance
 
 
+def need(
+    call: str, right: Any, rule: str, came: object, mend: str = "", error: type = ValueError
+) -> None:
+    """Raise, with the rule, what came and the mend, unless it is right."""
+    if not right:
+        raise error(f"`{call}` needs {rule}. Got {came}.{' ' * bool(mend)}{mend}")
+
+
 def check_fields(
     call: str, fix: str, other_shapes: Callable[[Shape], list[Shape]], *leaves: Any
 ) -> None:
     """Raise unless the fields of a dataclass are real arrays whose shapes fit the first field.
 
-    Anything else in place of arrays (None, axis numbers for `vmap`, shapes) passes, and so do leading
-    axes that all fields share, as in a stack. `call` is the constructor call, `fix` the advice;
-    `other_shapes` maps the first field's shape to the others', and raises a ValueError if it is
-    invalid.
+    Anything else in place of arrays (None, axis numbers for `vmap`) passes, and so do leading axes that
+    all fields share, as in a stack. `call` is the constructor call, `fix` the advice; `other_shapes`
+    maps the first field's shape to the others', and raises a ValueError if it is invalid.
     """
     for leaf in leaves:
         check_floating(call, leaf)
-    numbers = (jax.Array, np.ndarray, np.generic, int, float)
-    if not all(isinstance(x, numbers) and not isinstance(x, bool) for x in leaves):
+    if not all(isinstance(x, NUMBERS) and not isinstance(x, bool) for x in leaves):
         return
     first, *others = known = [np.shape(leaf) for leaf in leaves]
     if not any(known):
@@ -94,18 +97,14 @@ def check_fields(
         expected = other_shapes(first)
     except ValueError as error:
         raise ValueError(f"`{call}` {error} Got {_listed(known)}. {fix}") from None
-    if others != expected:
-        raise ValueError(
-            f"`{call}` needs fields of shapes {_listed([first, *expected])}, by the first field. "
-            f"Got {_listed(known)}. {fix}"
-        )
+    rule = f"fields of shapes {_listed([first, *expected])}, by the first field"
+    need(call, others == expected, rule, _listed(known), fix)
 
 
 def check_array(call: str, array: object) -> None:
     """Raise unless this is a floating-point array."""
-    if not hasattr(array, "ndim"):
-        kind = type(array).__name__
-        raise TypeError(f"`{call}` needs arrays. Got {kind}. Use jnp.asarray(values).")
+    came, mend = type(array).__name__, "Use jnp.asarray(values)."
+    need(call, hasattr(array, "ndim"), "arrays", came, mend, TypeError)
     check_floating(call, array)
 
 
@@ -113,20 +112,16 @@ def check_floating(call: str, array: object) -> None:
     """Raise for lists and for arrays of integers or booleans."""
     if isinstance(array, list):
         check_array(call, array)
-    if isinstance(array, (jax.Array, np.ndarray)) and not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(
-            f"`{call}` needs floating-point numbers. Got {array.dtype}. Use .astype(jnp.float32)."
-        )
+    if isinstance(array, (jax.Array, np.ndarray)):
+        right, mend = jnp.issubdtype(array.dtype, jnp.floating), "Use .astype(jnp.float32)."
+        need(call, right, "floating-point numbers", array.dtype, mend, TypeError)
 
 
 def check_dense(dense: jax.Array) -> None:
     """Raise unless `dense` has the shape (T, D, T, D)."""
-    if dense.ndim != 4 or dense.shape[:2] != dense.shape[2:]:
-        raise ValueError(
-            "A dense covariance needs the shape (T, D, T, D). Got "
-            f"{tuple(dense.shape)}. For the covariance of the flattened array, use "
-            "cov.reshape(T, D, T, D)."
-        )
+    right = dense.ndim == 4 and dense.shape[:2] == dense.shape[2:]
+    mend = "For the covariance of the flattened array, use cov.reshape(T, D, T, D)."
+    need("project", right, "a dense covariance of shape (T, D, T, D)", dense.shape, mend)
 
 
 def check_variances(call: str, array: Any, axes: str = "") -> None:
@@ -142,17 +137,13 @@ def check_variances(call: str, array: Any, axes: str = "") -> None:
     least, largest = float(np.min(values)), float(np.max(np.abs(values)))
     # Plain integers, such as axes for `vmap`, have no rounding error.
     eps = float(jnp.finfo(values.dtype).eps) if jnp.issubdtype(values.dtype, jnp.floating) else 0.0
-    if least < 0 and least < -(eps**0.5) * largest:
-        raise ValueError(
-            f"`{call}` needs variances that are not negative. Got {least:.4g}. For standard "
-            "deviations, pass their squares."
-        )
+    right, mend = not least < -(eps**0.5) * largest, "For standard deviations, pass their squares."
+    need(call, right, "variances that are not negative", f"{least:.4g}", mend)
 
 
 def known_values(array: object) -> np.ndarray | None:
     """The array as NumPy; None while tracing, for arrays on other hosts and for other types."""
-    kinds = (jax.Array, np.ndarray, np.generic, int, float)
-    if isinstance(array, jax.core.Tracer) or not isinstance(array, kinds):
+    if isinstance(array, jax.core.Tracer) or not isinstance(array, NUMBERS):
         return None
     known = not isinstance(array, jax.Array) or array.is_fully_addressable
     return np.asarray(array) if known else None
@@ -160,14 +151,11 @@ def known_values(array: object) -> np.ndarray | None:
 
 def sequence_shape(structure: type, shape: Shape) -> tuple[int, int]:
     """Return `shape` if it is that of one sequence, (T, D); raise otherwise."""
-    if len(shape) != 2:
-        name = structure.__name__
-        raise ValueError(
-            f"`{name}.zeros(shape)` needs the shape (T, D) of one sequence. Got {tuple(shape)}. For a "
-            f"batch, use jax.vmap, and {name}.zeros(x.shape) inside the mapped function."
-        )
+    call = f"{structure.__name__}.zeros"
+    mend = f"For a batch, use jax.vmap, and {call}(x.shape) inside the mapped function."
+    need(f"{call}(shape)", len(shape) == 2, "the shape (T, D) of one sequence", tuple(shape), mend)
     return shape[0], shape[1]
 
 
 def _listed(shapes: list[Shape]) -> str:
-    return " and ".join(str(shape) for shape in shapes)
+    return " and ".join(map(str, shapes))

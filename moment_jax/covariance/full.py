@@ -13,12 +13,9 @@ from moment_jax.covariance.fields import check_dense, check_fields, check_varian
 @register_fields
 @dataclasses.dataclass(frozen=True)
 class Full(Covariance):
-    """The dense covariance of all entries: Cov[x_td, x_se] = C_tdse.
+    """The dense covariance of all entries: Cov[x_td, x_se] = C_tdse, (T, D, T, D).
 
     Assumes nothing. C reshaped to (T D, T D) is the covariance of the flattened array.
-
-    Args:
-      cov: C, (T, D, T, D).
     """
 
     cov: Array

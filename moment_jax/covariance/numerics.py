@@ -32,18 +32,14 @@ def _nonnegative_jvp(primals: tuple[Array], tangents: tuple[Array]) -> Pair:
 @jax.custom_jvp
 @inlined
 def safe_sqrt(x: Array) -> Array:
-    """sqrt(max(x, 0)), with gradient 0 where x <= 0; NaN stays NaN.
-
-    The true derivative at 0 is infinite. Variances themselves do not pass through this root, so no
-    gradient is lost.
-    """
+    """sqrt(max(x, 0)), with gradient 0 where x <= 0, in place of infinity; NaN stays NaN."""
     return jnp.sqrt(jnp.maximum(x, jnp.zeros((), x.dtype)))
 
 
 @safe_sqrt.defjvp
 def _safe_sqrt_jvp(primals: tuple[Array], tangents: tuple[Array]) -> Pair:
     root = safe_sqrt(*primals)
-    return root, tangents[0] / _infinite_where(root == 0, 2 * root)
+    return root, tangents[0] / jnp.where(root == 0, jnp.full((), jnp.inf, root.dtype), 2 * root)
 
 
 @jax.custom_jvp
@@ -62,13 +58,9 @@ def _safe_divide_jvp(primals: Pair, tangents: Pair) -> Pair:
 
 
 def _safe_divisor(y: Array) -> Array:
-    """Y, and infinity where |y| is too small."""
-    return _infinite_where(jnp.abs(y) <= 2 * jnp.finfo(y.dtype).tiny ** 0.5, y)
-
-
-def _infinite_where(void: Array, divisor: Array) -> Array:
-    """The divisor, replaced by infinity where `void`, so that the quotient and its derivatives are 0."""
-    return jnp.where(void, jnp.full((), jnp.inf, divisor.dtype), divisor)
+    """Y, and infinity where |y| is too small: then the quotient and its derivatives are 0."""
+    void = jnp.abs(y) <= 2 * jnp.finfo(y.dtype).tiny ** 0.5
+    return jnp.where(void, jnp.full((), jnp.inf, y.dtype), y)
 
 
 def under(rows: Array, metric: Array | None) -> Array:
@@ -80,10 +72,7 @@ def under(rows: Array, metric: Array | None) -> Array:
 
 @jax.custom_jvp
 def gram(rows: Array, metric: Array | None = None) -> Array:
-    """The product rows A rows^T of a (T, D) array; A is symmetric (D, D), a diagonal (D,), or None.
-
-    Assumes that A is symmetric, and changes of it too: the derivative by A is the symmetric one.
-    """
+    """The product rows A rows^T of a (T, D) array; A and its changes are symmetric, (D,), or None."""
     return under(rows, metric) @ rows.T
 
 
@@ -103,10 +92,7 @@ gram.defjvp(_gram_jvp, symbolic_zeros=True)
 
 
 def weighted_sum(weights: Array, rows: Array) -> Array:
-    """sum_t weights_t rows_t, (D,), of weights (T,) and rows (T, D).
-
-    As a sum: under a `vmap` over the rows alone, XLA for CPU copies what a product multiplies.
-    """
+    """sum_t weights_t rows_t, (D,): under a `vmap` over rows XLA for CPU would copy for a product."""
     return jnp.sum(weights[:, None] * rows, axis=0)
 
 

@@ -53,9 +53,8 @@ class SeparableCross(NamedTuple):
     def map_heads(self, weights: Array) -> SeparableCross:
         """One pattern for all heads; each keeps its own share of the pooled sum."""
         reached = tg.vecmat(self.pools[0], self.tokens) @ jnp.sum(weights, axis=1).T
-        own = jnp.repeat(
-            safe_divide(reached, jnp.mean(reached)), self.features.shape[1] // len(reached)
-        )
+        own = safe_divide(reached, jnp.mean(reached))
+        own = jnp.repeat(own, self.features.shape[1] // len(own))
         return self.map_tokens(jnp.mean(weights, axis=0)).rescale(own[None])
 
     def take(self, rows: np.ndarray, columns: np.ndarray) -> SeparableCross:
@@ -74,10 +73,8 @@ class SeparableCross(NamedTuple):
         left, right = (jnp.sum(x.pools[1] * tg.vecmat(x.pools[0], x.tokens)) for x in (self, other))
         features = left * self.features + right * other.features
         # A pattern and its features may both be negative.
-        size, more = (
-            jnp.sign(n) * safe_sqrt(jnp.sum(f**2))
-            for n, f in ((left, self.features), (right, other.features))
-        )
+        size = jnp.sign(left) * safe_sqrt(jnp.sum(self.features**2))
+        more = jnp.sign(right) * safe_sqrt(jnp.sum(other.features**2))
         tokens = size * self.tokens + more * other.tokens
         return SeparableCross(tg.divide(tokens, size * left + more * right), features, self.pools)
 
@@ -132,12 +129,10 @@ class Separable(Covariance):
         _, tokens, features, pool = known
         trace = jnp.einsum("...dd->...", features)
         expected = jnp.einsum("...t,...ts,...s->...", pool, tokens, pool)
-        if jnp.any(jnp.abs(trace - expected) > 0.1 * jnp.maximum(trace, expected)):
-            raise ValueError(
-                f"`{call}` needs tr(features) == pool @ tokens @ pool, both the total variance of the "
-                f"pooled sum. Got {trace} and {expected}. Rescale the features, or use "
-                "Separable.project(dense)."
-            )
+        rule = "tr(features) == pool @ tokens @ pool, both the total variance of the pooled sum"
+        mend = "Rescale the features, or use Separable.project(dense)."
+        right = not jnp.any(jnp.abs(trace - expected) > 0.1 * jnp.maximum(trace, expected))
+        fields.need(call, right, rule, f"{trace} and {expected}", mend)
 
     @classmethod
     def zeros(cls, shape: fields.Shape, dtype: Any = jnp.float32, landmarks: Any = None) -> Self:
@@ -210,19 +205,15 @@ class Separable(Covariance):
     def at_landmarks(self, count: int | None) -> Self:
         """The token Gram matrix at this many landmarks, as for `zeros`, unless it has them already."""
         count = tg.num_landmarks(type(self).__name__, self.shape[0], count)
-        if isinstance(self.tokens, tg.TokenGram) or count == self.shape[0]:
-            return self
         tokens = tg.at_landmarks(self.tokens, count)
         return self.unchecked(self.variances, tokens, self.features, self.pool)
 
     def pooled(self, pool: Array) -> Self:
         if pool is self.pool:
             return self
-        if pool.shape != self.pool.shape:
-            raise ValueError(
-                f"`Separable.pooled` needs one weight for each of {self.pool.shape[0]} tokens. Got an "
-                f"array of shape {tuple(pool.shape)}. For equal weights, use jnp.ones."
-            )
+        rule, came = f"one weight for each of {len(self.pool)} tokens", f"the shape {pool.shape}"
+        right, mend = pool.shape == self.pool.shape, "For equal weights, use jnp.ones."
+        fields.need("Separable.pooled", right, rule, came, mend)
         pool = pool.astype(self.dtype)
         total = tg.vecmat(pool, self.tokens) @ pool
         return self.unchecked(self.variances, self.tokens, self._features_of(pool, total), pool)
@@ -234,13 +225,10 @@ class Separable(Covariance):
 
     def check_mask(self, call: str, mask: Array) -> None:
         t, count = self.shape[0], tg.count_of(self.tokens)
-        if mask.shape[-2] > 1 and count < t:
-            raise ValueError(
-                f"`{call}` needs all tokens as landmarks where a mask is not the same for all queries, "
-                f"for later landmarks tell about earlier tokens. Got {count} of {t} and a mask "
-                f"{tuple(mask.shape)}. Use a mask (1, {t}), or Separable.zeros(shape, landmarks={t}), "
-                f"in modules landmarks={t}."
-            )
+        rule = "all tokens as landmarks where a mask is not the same for all queries"
+        came = f"{count} of {t} and a mask {mask.shape}: later landmarks tell about earlier tokens"
+        mend = f"Use a mask (1, {t}), or Separable.zeros(shape, landmarks={t}), as in modules."
+        fields.need(call, mask.shape[-2] == 1 or count == t, rule, came, mend)
 
     def _features_of(self, pool: Array, total: Array) -> Array:
         """The feature Gram matrix of another sum over tokens, of this total variance.
@@ -283,12 +271,10 @@ class Separable(Covariance):
         shares = weights**2 @ self.variances
         shares = safe_divide(shares, jnp.sum(shares, axis=1, keepdims=True))
         features = self._features_of(jnp.sum(weights, axis=0), tg.total(tokens))
-        if len(weights) == 1:  # a sum over tokens is what C holds
-            own = diagonal_of(features)
-            return self.unchecked(
-                own[None], jnp.sum(own)[None, None], features, jnp.ones(1, self.dtype)
-            )
         variances = tg.diagonal_of(tokens)[:, None] * shares
+        if len(weights) == 1:  # a sum over tokens is what C holds
+            variances = diagonal_of(features)[None]
+            tokens = jnp.sum(variances, keepdims=True)
         return self.unchecked(variances, tokens, features, jnp.ones(len(weights), self.dtype))
 
     def map_heads(self, weights: Array) -> Self:
@@ -316,7 +302,7 @@ class Separable(Covariance):
         return self.unchecked(nonnegative(own), tokens, features, self.pool)
 
     def add(self, *others: Self) -> Self:
-        every = [self, *(o if o.pool is self.pool else o.pooled(self.pool) for o in others)]
+        every = [self, *(other.pooled(self.pool) for other in others)]
         statistics = zip(*((o.variances, o.tokens, o.features) for o in every), strict=True)
         return self.unchecked(*(sum(parts[1:], parts[0]) for parts in statistics), self.pool)
 
@@ -400,10 +386,8 @@ class Separable(Covariance):
             own, other = (jnp.sum(x.variances, axis=1) for x in (self, branch))
             most = jax.lax.stop_gradient(safe_sqrt(own[:, None] * other[None, :]))
             by_token = jax.lax.clamp(-most, by_token, most)
-            by_token = tg.at_landmarks(by_token + by_token.T, tg.count_of(self.tokens))
-        else:
-            by_token = 2 * by_token
-        tokens = self.tokens + branch.tokens + by_token
+        both = tg.at_landmarks(by_token + by_token.T, tg.count_of(self.tokens))
+        tokens = self.tokens + branch.tokens + both
         by_feature = cross.features * jnp.sum(tg.vecmat(self.pool, cross.tokens) * self.pool)
         features = self.features + branch.features + by_feature + by_feature.T
         if self.shape[1] <= NARROW:

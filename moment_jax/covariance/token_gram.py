@@ -18,7 +18,7 @@ from jax import Array
 
 from moment_jax import xla
 from moment_jax.covariance import numerics
-from moment_jax.covariance.fields import check_fields, register_fields
+from moment_jax.covariance.fields import check_fields, need, register_fields
 from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt
 from moment_jax.linalg import dot, ridge_inverse
 
@@ -32,9 +32,8 @@ _RIDGE = 1e-2  # of every landmark's variance: a few tokens have most of what at
 class TokenGram:
     """A semidefinite G (T, T) that is known at landmark tokens: its columns there, and its diagonal.
 
-    Landmarks are denser at the start, the first and the last token among them. Sums, multiples and
-    entrywise products keep exactly the numbers that they are given. A product with a matrix is that of
-    `factored`.
+    Sums, multiples and entrywise products keep exactly the numbers that they are given. A product with
+    a matrix is that of `factored`.
     """
 
     columns: Array  # G at the landmarks, (T, r)
@@ -77,12 +76,10 @@ class TokenGram:
     def _parts_of(self, other: Any) -> tuple[Any, Any]:
         """Columns and diagonal of a `TokenGram`, a number, or an array (T, 1), (1, T) or (T, T)."""
         if isinstance(other, TokenGram):
-            if count_of(self) != count_of(other):
-                raise ValueError(
-                    "Token Gram matrices that are added or multiplied need the same landmark tokens. "
-                    f"Got {count_of(self)} and {count_of(other)}. Begin both with "
-                    "Separable.zeros(shape, landmarks=r)."
-                )
+            mine, theirs = count_of(self), count_of(other)
+            mend = "Begin both with Separable.zeros(shape, landmarks=r)."
+            came = f"{mine} and {theirs}"
+            need("a sum or product", mine == theirs, "the same landmark tokens", came, mend)
             return other.columns, other.diagonal
         if jnp.ndim(other) == 0:
             return other, other
@@ -163,10 +160,7 @@ def gram(rows: Array, metric: Array | Factored | None, count: int) -> Tokens:
 
 
 def vecmat(rows: Array, tokens: Tokens, shown: Array | None = None) -> Array:
-    """The product rows G, (T,) or (U, T), in which tokens of weight zero have no part.
-
-    Unless they are `shown`, (T,): then what they tell of others counts.
-    """
+    """The product rows G, (T,) or (U, T), without tokens of weight zero that are not `shown`, (T,)."""
     if not isinstance(tokens, TokenGram):
         return numerics.weighted_sum(rows, tokens) if rows.ndim == 1 else rows @ tokens
     seen = jnp.any(jnp.atleast_2d(rows) != 0, axis=0)
@@ -272,10 +266,7 @@ def contrasts(keys: Tokens, seen: Array) -> Tokens:
 
 
 def contract(weights: Array, matrix: Array, less: Array, plus: Tokens, seen: Array) -> Tokens:
-    """W M W^T + G less the symmetric part of X W^T, all (T, T) and together semidefinite.
-
-    Known from the columns of `seen` (T,) landmarks.
-    """
+    """W M W^T + G less the symmetric part of X W^T, semidefinite, from columns of `seen` landmarks."""
     if not isinstance(plus, TokenGram):
         half = (weights @ matrix - less) @ weights.T
         return 0.5 * (half + half.T) + plus
@@ -288,10 +279,7 @@ def contract(weights: Array, matrix: Array, less: Array, plus: Tokens, seen: Arr
 
 
 def congruence(known: Array | Factored, rows: Array) -> tuple[Array, Array]:
-    """G W and W^T G W, (T, S) and (S, S), for W (T, S).
-
-    Of what the diagonal has left, the second takes the diagonal alone: the rest would cost T S^2.
-    """
+    """G W and W^T G W, for W (T, S); of G's rest the second takes the diagonal: all would cost T S^2."""
     if not isinstance(known, Factored):
         mapped = known @ rows
         return mapped, rows.T @ mapped
@@ -316,11 +304,9 @@ def num_landmarks(name: str, t: int, count: int | None = None) -> int:
     """How many of T tokens are landmarks; None means all of a short sequence, 64 of a longer one."""
     if count is None:
         return t if t <= SHORT else USUAL
-    if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
-        raise ValueError(
-            f"`{name}` needs a positive number of landmark tokens, or None. Got {count!r}. For all "
-            "tokens, use landmarks=T."
-        )
+    whole = isinstance(count, int | np.integer) and not isinstance(count, bool)
+    rule, mend = "a positive number of landmark tokens, or None", "For all tokens, use landmarks=T."
+    need(name, whole and count >= 1, rule, repr(count), mend)
     return min(int(count), t)
 
 
@@ -334,27 +320,22 @@ def landmarks(t: int, count: int) -> np.ndarray:
     return np.maximum(spaced, np.arange(count))
 
 
-def at_landmarks(matrix: Array, count: int) -> Tokens:
-    """A matrix (T, T) at this many landmarks; itself if these are all tokens."""
-    if count >= len(matrix):
-        return matrix
-    return TokenGram(matrix[:, landmarks(len(matrix), count)], xla.diagonal_of(matrix))
+def at_landmarks(tokens: Tokens, count: int) -> Tokens:
+    """A matrix (T, T) at this many landmarks; itself if these are all tokens, or it has them already."""
+    if isinstance(tokens, TokenGram) or count >= len(tokens):
+        return tokens
+    return TokenGram(tokens[:, landmarks(len(tokens), count)], xla.diagonal_of(tokens))
 
 
 # -- weights p of the pooled sum sum_t p_t x_t, so that masked tokens touch no others ----------------
 
 
 def pool_seen(mask: Array, random: Array, *, memory: bool = False) -> Array:
-    """The tokens that no query is denied, (S,) boolean.
+    """The tokens that no query is denied by a mask (T, S), (1, S) or (H, T, S), (S,) boolean.
 
     With padding those are the existing tokens. With a causal mask it is the first token, so no later
-    token influences an earlier one. If the first token is certain and others are not, its covariance
-    says nothing about theirs, and all tokens that some query sees are pooled.
-
-    Args:
-      mask: (T, S), (1, S) or (H, T, S) boolean, True where a query may look.
-      random: the tokens that are not certain, (S,) boolean.
-      memory: whether the keys come from another sequence; if so, pool the tokens that any query sees.
+    token influences an earlier one. If it is certain, and others are `random`, (S,), its covariance says
+    nothing about theirs: then, and of a memory, it is all tokens that some query sees.
     """
     seen = jnp.any(mask, axis=tuple(range(mask.ndim - 1)))
     seen = seen | ~jnp.any(seen)  # if everything is masked, weigh all equally
@@ -368,9 +349,9 @@ def pool_seen(mask: Array, random: Array, *, memory: bool = False) -> Array:
 def pool_read(read: Array, mask: Array | None) -> Array:
     """The pool (T,) of a sequence of which one sum is read, with these weights (T,).
 
-    It is nine parts what is read, and one part what that looks at: a token that is read may be certain
-    before the first attention, and then says nothing of others. Tokens that no query may look at have
-    no part in it; if these alone are read, all others are pooled.
+    It is nine parts what is read, and one part what that looks at, for a token that is read may be
+    certain before the first attention. Tokens that no query may look at have no part in it; if these
+    alone are read, all others are pooled.
     """
     looks = jnp.ones((1, len(read)), bool) if mask is None else mask
     looks = jnp.any(looks, axis=tuple(range(looks.ndim - 2)))
@@ -383,11 +364,10 @@ def pool_read(read: Array, mask: Array | None) -> Array:
 
 
 def pool_scores(pool: Array, mask: Array | None) -> Array:
-    """Weights (T,) of tokens in averages used only for the scores.
+    """Weights (T,) of tokens in averages for the scores, under a mask (H, T, T) or None.
 
     Softmax needs differences of keys, which one token does not have. If the pool holds one token,
     average over the tokens that no query with a choice of keys is denied: two with a causal mask.
-    `mask` is (H, T, T), or None.
     """
     more = jnp.ones(pool.shape, bool)
     if mask is not None:

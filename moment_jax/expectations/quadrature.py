@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from moment_jax.covariance.fields import need
 from moment_jax.covariance.numerics import nonnegative
 from moment_jax.expectations.activations import ElementwiseMoments, Pair, evaluated
 from moment_jax.xla import inlined
@@ -36,33 +37,27 @@ def elementwise(
     The variance is gain^2 v + second^2 + E[(remainder of fn after two Hermite terms)^2]. It is never
     below the first two terms, and does not cancel when sqrt(v) is small beside m. Derivatives follow
     Price's theorem (dE[g]/dm = E[g'], dE[g]/dv = E[g''] / 2) to any order, so they are finite and right
-    at v = 0.
+    at v = 0. Source: Price (1958).
 
     Args (mean, variance, results and errors are those of `rectified`):
-      fn: a function of a scalar, traceable by JAX and four times differentiable.
+      fn: a function of a scalar of x's dtype to one, four times differentiable by JAX, or ValueError.
       num_nodes: evaluations of fn per element, at least 8. Above 32 they are evenly spaced over 7 sd
         on both sides, as close as oscillations need.
       bends: whether the slope of fn jumps. Quadratures of fn' and fn'' miss that, so those of fn are
         taken down to an sd of 1/64 instead of 1/4.
 
-    Also ValueError if num_nodes < 8, or fn does not return a scalar of x's dtype.
-
-    Source: replaces the Taylor step of Transformer derivation, section 4.6; Price (1958).
 
     >>> moments = elementwise(jnp.square, jnp.array([1.0]), jnp.array([0.5]))
     >>> print(f"{moments.mean[0]:.3f} {moments.variance[0]:.3f}")
     1.500 2.500
     """
-    if num_nodes < 8:
-        raise ValueError(f"`elementwise` needs num_nodes >= 8. Got {num_nodes}.")
+    need("elementwise", num_nodes >= 8, "num_nodes >= 8", num_nodes)
 
     def moments(mean: Array, variance: Array) -> ElementwiseMoments:
         out = jax.eval_shape(fn, jax.ShapeDtypeStruct((), mean.dtype))
-        if getattr(out, "shape", None) != () or out.dtype != mean.dtype:
-            raise ValueError(
-                f"`elementwise(fn, mean, variance)` needs fn to map a {mean.dtype} scalar to one. "
-                f"Got {out}. Give the function of one element; it is mapped over the array."
-            )
+        right = getattr(out, "shape", None) == () and out.dtype == mean.dtype
+        mend = "Give the function of one element; it is mapped over the array."
+        need("elementwise", right, f"fn to map a {mean.dtype} scalar to one", out, mend)
         if not bends:
             return _moments(fn, num_nodes, mean, variance)
         found = _moments(lambda x: fn(x / _FINER), num_nodes, _FINER * mean, _FINER**2 * variance)

@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 from jax.extend.core import Literal
 
+from moment_jax.covariance.fields import need
 from moment_jax.expectations.activations import (
     ElementwiseMoments,
     Formula,
@@ -55,8 +56,8 @@ class _Read:
     """A function of a scalar, read as JAX writes it. Those written alike are equal.
 
     `fn` is the function, without half precision and with all of its derivatives. `sides` tells on which
-    side of each of its comparisons, steps and bends a number lies, (N,), and `bends` whether there are
-    any. Its `operations` prove a function of `degree` 0 piecewise constant, and of 1 piecewise linear.
+    side of each comparison, step and bend a number lies, (N,), and `bends` whether there are any. By its
+    `operations` a function of `degree` 0 is piecewise constant, and of 1 piecewise linear.
     """
 
     def __init__(self, fn: ScalarFunction, dtype: Any) -> None:
@@ -129,8 +130,7 @@ class _Read:
 def _breaks(found: _Read) -> np.ndarray | None:
     """Where a function bends or jumps, in order; None if at more places than `_MOST`.
 
-    There one of its comparisons, steps or bends changes sides. This shows between points far apart too,
-    where the function itself would show nothing.
+    There one of its comparisons, steps or bends changes sides, as shows between points far apart too.
     """
     if not found.bends:
         return np.zeros(0, found.dtype)
@@ -216,10 +216,8 @@ def _recognised(found: _Read) -> tuple[str, Any, str]:
         return "steps" if pieces.steps else "piecewise linear", pieces, gaussian
     if places is not None:
         x = np.concatenate([np.linspace(0, 6, 25), np.geomspace(8, 1e4, 12)])
-        x = np.concatenate(
-            [-x, x, (places + np.outer([-1, -0.1, 0.1, 1], _beside(places))).ravel()]
-        )
-        x = x.astype(found.dtype)
+        near = places + np.outer([-1, -0.1, 0.1, 1], _beside(places))
+        x = np.concatenate([-x, x, near.ravel()]).astype(found.dtype)
         # Half precision rounds the constants.
         y, atol = at(found.fn, x), 2e-4 if "f16[" in found.text else 32 * found.eps
         for name, (moments, fn) in CLOSED_FORMS.items():
@@ -247,38 +245,26 @@ def _inside_domain(fn: ScalarFunction, mean: Array, variance: Array) -> Elementw
 def of(activation: str | ScalarFunction) -> Formula:
     """The moments of an activation, a function (mean, variance) -> `ElementwiseMoments`.
 
-    Args:
-      activation: "relu", "gelu" (the exact one, x Phi(x)), or a JAX function of a scalar, which is read
-        by its operations (`recognised`): piecewise linear functions and these two are exact.
-
-    Raises:
-      ValueError, TypeError: if the name is unknown, or the function does not map a scalar to one, or
-        jumps between curved pieces.
+    The activation is "relu", "gelu" (the exact one, x Phi(x)), or a JAX function of a scalar, which is
+    read by its operations (`recognised`): piecewise linear functions and these two are exact. ValueError
+    or TypeError if the name is unknown, or the function does not map a scalar to one, or jumps between
+    curved pieces.
 
     >>> of(jax.nn.relu) is of("relu")
     True
     """
+    given, mend = repr(activation), "Give a function, such as jnp.tanh."
     if isinstance(activation, str):
-        if activation not in CLOSED_FORMS:
-            names = ", ".join(map(repr, CLOSED_FORMS))
-            raise ValueError(
-                f"An activation is a function of a scalar, or one of {names}. Got {activation!r}. For "
-                "another, give the function, such as jnp.tanh."
-            )
+        rule = f"a function of a scalar, or one of {', '.join(map(repr, CLOSED_FORMS))}"
+        need("activation", activation in CLOSED_FORMS, rule, given, mend)
         return CLOSED_FORMS[activation][0]
     try:
         out = jax.eval_shape(activation, jax.ShapeDtypeStruct((), jnp.float32))
     except (TypeError, ValueError, AttributeError) as error:
         out = error
-    if getattr(out, "shape", None) != ():
-        raise TypeError(
-            f"An activation is a function of a scalar. Got {activation!r}, which makes {out!r} of one. "
-            "Give one such as jnp.tanh."
-        )
-    moments = recognised(activation)[1]
-    if moments is None:
-        raise ValueError(
-            f"An activation that jumps needs linear pieces. Got {activation!r}. Smooth its jumps, or "
-            "give its `ElementwiseMoments` to cov.elementwise."
-        )
+    right, came = getattr(out, "shape", None) == (), f"{given}, which makes {out!r} of one"
+    need("activation", right, "a function of a scalar", came, mend, TypeError)
+    moments: Any = recognised(activation)[1]
+    mend = "Smooth its jumps, or give its `ElementwiseMoments` to cov.elementwise."
+    need("activation", moments is not None, "linear pieces where it jumps", given, mend)
     return moments

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from moment_jax.covariance.fields import need
 from moment_jax.expectations.softmax_mean import Rows, expected_softmax
 from moment_jax.xla import diagonal_matrix, diagonal_of, materialized
 
@@ -45,13 +46,8 @@ def softmax_expansion(mean: Array, cov: Array, mask: Array | None = None) -> Sof
       cov: Cov[s], (C, C), symmetric positive semidefinite, or (C,) for independent scores.
       mask: boolean (C,), False for excluded entries, whose probability is exactly 0.
 
-    Returns:
-      q, which sums to 1 (0 if every entry is masked), X and the rest, whose rows sum to 0.
-
-    Raises:
-      ValueError: if shapes do not fit.
-
-    Source: Transformer derivation, Prop. 3; Brownian motion in the Transformer, Eq. 7 (Ito's term).
+    q sums to 1 (0 if every entry is masked), rows of X and the rest to 0. ValueError if shapes do not
+    fit. Source: Transformer derivation, Prop. 3; Brownian motion in the Transformer, Eq. 7 (Ito's term).
     """
     mean, cov, keep = _checked_row("softmax_expansion", mean, cov, mask)
     q = expected_softmax(jnp.where(keep, mean, 0.0), Rows(cov), keep, num_iterations=2)
@@ -70,10 +66,7 @@ def _trace(matrix: Array) -> Array:
 
 
 def _hessian_term(q: Array, cov: Array, J: Array) -> Array:
-    """Half of tr(H_i R H_k R), H_i = q_i ((e_i - q)(e_i - q)^T - J) the Hessian of softmax_i at q.
-
-    R is the covariance. Positive semidefinite (a Gram matrix), with rows that sum to 0.
-    """
+    """Half of tr(H_i R H_k R), H_i = q_i ((e_i - q)(e_i - q)^T - J) the Hessian of softmax_i at q."""
     RJR = cov @ J @ cov
     own = diagonal_of(_between_contrasts(RJR, q))
     inner = _between_contrasts(cov, q) ** 2 - own[:, None] - own[None, :] + jnp.sum(RJR * J)
@@ -87,10 +80,7 @@ def _quotient(x: Array, y: Array) -> Array:
 
 
 def softmax_jacobian(probabilities: Array) -> Array:
-    """diag(w) - w w^T, the Jacobian of the softmax where its value is w, (C, C).
-
-    Source: Transformer derivation, Prop. 3.
-    """
+    """diag(w) - w w^T, the Jacobian of the softmax where it is w, (C, C); derivation, Prop. 3."""
     w = probabilities
     return diagonal_matrix(w) - w[:, None] * w[None, :]
 
@@ -104,15 +94,8 @@ def expected_softmax_jacobian(probabilities: Array, cov: Array) -> Array:
     (C, C) products each, to an error of 2e-5 (float32) or 4e-11 (float64), or for 24 steps: a residual
     below 1e-3 for 16 or 64 scores of sd up to 5. The derivative is that of the exact solution.
 
-    Args:
-      probabilities: q = E[w], (C,), as from `softmax_expansion`.
-      cov: covariance of the scores, (C, C), or (C,) for independent scores.
-
-    Returns:
-      X, (C, C): symmetric, rows sum to 0, and 0 wherever q is 0.
-
-    Raises:
-      ValueError: if shapes do not fit.
+    Of q = E[w], (C,), and a covariance of the scores, (C, C), or (C,) for independent ones, else
+    ValueError, X is (C, C): symmetric, rows sum to 0, and 0 wherever q is 0.
     """
     q, cov, _ = _checked_row("expected_softmax_jacobian", probabilities, cov, None)
     return _expected(q, cov)
@@ -182,23 +165,15 @@ def _between_contrasts(cov: Array, q: Array) -> Array:
 def _checked_row(
     name: str, mean: Array, cov: Array, mask: Array | None
 ) -> tuple[Array, Array, Array]:
-    """Check one row of scores for `name`; return mean, cov and the mask of unmasked entries.
-
-    Where an entry is masked, by `mask` or by a mean of -inf, the mean is -inf and the covariance 0.
-    """
+    """The checked mean, -inf where masked, covariance, 0 there, and the mask of unmasked entries."""
     mean, cov = jnp.asarray(mean), jnp.asarray(cov)
-    if mean.ndim != 1 or cov.shape not in (mean.shape, mean.shape * 2):
-        raise ValueError(
-            f"`{name}` takes one row: shape (C,) and cov (C, C) or (C,). "
-            f"Got {mean.shape} and {cov.shape}. For a batch, use jax.vmap({name})."
-        )
+    right = mean.ndim == 1 and cov.shape in (mean.shape, mean.shape * 2)
+    rule, came = "one row, (C,), and cov (C, C) or (C,)", f"{mean.shape} and {cov.shape}"
+    need(name, right, rule, came, f"For a batch, use jax.vmap({name}).")
     keep = mean != -jnp.inf  # NaN passes through
     if mask is not None:
-        if mask.shape != mean.shape or mask.dtype != bool:
-            raise ValueError(
-                f"`{name}` needs a boolean mask of shape {mean.shape}. "
-                f"Got {mask.dtype} {mask.shape}. Use scores_mask.astype(bool)."
-            )
+        right, came = mask.shape == mean.shape and mask.dtype == bool, f"{mask.dtype} {mask.shape}"
+        need(name, right, f"a boolean mask of shape {mean.shape}", came, "Use mask.astype(bool).")
         keep = keep & mask
     cov, both = diagonal_matrix(cov) if cov.ndim == 1 else cov, keep[:, None] & keep[None, :]
     return jnp.where(keep, mean, -jnp.inf), jnp.where(both, cov, 0.0), keep

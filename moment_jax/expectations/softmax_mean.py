@@ -19,18 +19,15 @@ class ScoreCovariance(Protocol):
 
     def variance(self) -> Array:
         """diag(R), (..., C)."""
-        ...
 
     def matvec(self, vectors: Array) -> Array:
         """R a, (..., C) -> (..., C)."""
-        ...
 
     def square_matvec(self, vectors: Array, unit: Array) -> Array:
         """(R * R) a / unit^2 with entrywise squares, (..., C), (..., 1) -> (..., C).
 
         Divide before squaring: the square of a large variance overflows float32.
         """
-        ...
 
 
 class Rows(NamedTuple):
@@ -79,14 +76,10 @@ def expected_softmax(
     Args:
       mean: E[s], (..., C).
       cov: covariance of each row.
-      mask: boolean (..., C), False for excluded entries, where mean and covariance must be finite; None
-        for no mask.
+      mask: boolean (..., C), False for excluded entries, where mean and covariance must be finite, and
+        whose probability is exactly 0; None for no mask. Other rows than all-masked ones sum to 1.
       num_iterations: unrolled damped steps, at least one. Each takes two products with R and one with R
         squared entrywise. A last step with one product follows.
-
-    Returns:
-      Probabilities (..., C): rows sum to 1, exactly 0 where masked (everywhere, if all entries are
-      masked).
     """
     return _approached(mean, cov, mask, num_iterations)
 
@@ -196,11 +189,7 @@ def _nonzero(x: Array) -> Array:
 
 
 def _contrast_variance(a: Array, diag_R: Array, Ra: Array) -> Array:
-    """The v of `expected_softmax`; 0 where it is rounding, with the full derivative at zero R.
-
-    The key with nearly all of a row's weight has next to none, and quotients of rounding errors would
-    decide its shrinkage.
-    """
+    """The v of `expected_softmax`; 0 where it is rounding, whose quotients would decide a shrinkage."""
     aRa = _total(a * Ra)
     v = diag_R - 2 * Ra + aRa
     rounding = 16 * jnp.finfo(Ra.dtype).eps * (diag_R + jnp.abs(Ra) + jnp.abs(aRa))
@@ -208,11 +197,7 @@ def _contrast_variance(a: Array, diag_R: Array, Ra: Array) -> Array:
 
 
 def _shrinkage(a: Array, v: Array, Ra: Array, cov: ScoreCovariance, mask: Array | None) -> Array:
-    """The h / v of `expected_softmax`, which is 1 / (1 + gain u / v).
-
-    It is 1 where v is 0. The quotient of h and v would not be, and the key with nearly all of a row's
-    weight has a v that vanishes in float32.
-    """
+    """The h / v of `expected_softmax`, as 1 / (1 + gain u / v), which is 1 where v vanishes."""
     # In units of the largest: sum_j a_j (R_ij - (R a)_j)^2 minus (sum_j a_j (R_ij - (R a)_j))^2.
     unit = _unit(v, mask)
     Ra = Ra / unit

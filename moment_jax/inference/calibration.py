@@ -13,6 +13,7 @@ from moment_jax.covariance import Covariance, Separable
 from moment_jax.inference import data as checks
 from moment_jax.inference.laplace_approximation import log_likelihood
 from moment_jax.nn.bayesian import Bayesian
+from moment_jax.nn.belief import joined
 from moment_jax.nn.likelihood import LogNoise
 from moment_jax.nn.modules import as_nnx, is_floating
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian
@@ -36,18 +37,11 @@ class CalibrationReceipt(NamedTuple):
 
 
 def calibrate(
-    network: nnx.Module | linen.Module,
-    likelihood: Any,
-    held_out: tuple[Any, Any],
-    *,
-    random: Any = nnx.Param,
-    structure: type[Covariance] = Separable,
-    landmarks: int | None = None,
-    batch_size: int = 256,
-    receipt: bool = False,
-    progress: bool | None = None,
-    output: Callable[[Any], Any] | None = None,
-) -> Any:
+    network: nnx.Module | linen.Module, likelihood: Any, held_out: tuple[Any, Any], *,
+    random: Any = nnx.Param, structure: type[Covariance] = Separable,
+    landmarks: int | None = None, batch_size: int = 256, receipt: bool = False,
+    progress: bool | None = None, output: Callable[[Any], Any] | None = None,
+) -> Any:  # fmt: skip
     """A trained network with noise on its weights, as much as held-out data call for.
 
     Every weight has the standard deviation f s, s the root mean square of its array, independent of all
@@ -57,26 +51,25 @@ def calibrate(
 
     It makes a network less sure where its output is sensitive to the weights, so it is a temperature
     with a little more, and no ensemble; the receipt has the temperature to compare. A network that is
-    not overconfident keeps the least noise. Of classes, a factor whose labels are right less often than
-    the network's, by more than two standard errors of the difference, is not taken.
+    not overconfident keeps the least noise. Of classes, a factor whose labels are right less often, by
+    more than two standard errors of the difference, is not taken.
 
     Args:
       network: a Flax NNX module in inference mode (`network.eval()`), or a linen module bound to its
         variables; with outputs (N, ..., C) for a batch. It is not changed.
       likelihood: `mj.Categorical()`, `mj.Bernoulli()`, `mj.Gaussian(noise_variance)`, a number, or
-        `mj.Gaussian()` to estimate the noise of each output: with each f the one of the highest density,
-        so both maximise it together.
+        `mj.Gaussian()` to estimate the noise of each output together with f.
       held_out: inputs, an array (N, ...) or a tuple of them, and targets: (N, ...) integers for
         Categorical, else the outputs' shape; from 0 to 1 for Bernoulli. Some 200 examples will do. Don't
         test on them.
       random: an NNX filter of the random weights, such as `nnx.PathContains("head")`; the others are
         certain, and so is an array of zeros.
-      structure: in which covariances are kept.
+      structure: of the covariances.
       landmarks: see `mj.Bayesian`.
+      output: see `mj.Bayesian`.
       batch_size: examples in one pass.
       receipt: also return a `CalibrationReceipt`.
       progress: show a bar (tqdm, on stderr); None means if stderr is a terminal.
-      output: picks the one array out of what the network returns, see `mj.Bayesian`.
 
     Returns:
       A `mj.Bayesian` with `Factorized` beliefs.
@@ -86,15 +79,6 @@ def calibrate(
         with every f, which tells of a wrong pass, or real outputs spread otherwise than their targets
         (a warning where the noise is given). It warns of fewer than 100 examples, if f gains nothing, is
         1, the largest that is tried, or was kept small for the labels' sake.
-
-    >>> import jax, moment_jax as mj
-    >>> x = jax.random.normal(jax.random.key(0), (100, 2))
-    >>> network = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
-    >>> y = network(x) * jnp.where(jnp.arange(100)[:, None] % 2, 0.6, 1.4)  # its slope is uncertain
-    >>> model = mj.calibrate(network, mj.Gaussian(0.01), (x, y))
-    >>> sd = model.beliefs["kernel"].variance.mean() ** 0.5 / jnp.mean(network.kernel[...] ** 2) ** 0.5
-    >>> 0.2 < float(sd) < 0.6
-    True
     """
     checks.likelihood("calibrate", likelihood)
     checks.positive("calibrate", batch_size=batch_size)
@@ -104,14 +88,12 @@ def calibrate(
     chosen = {path for path, _ in nnx.to_flat_state(nnx.state(plain, nnx.All(nnx.Param, random)))}
     tree = {p: _noisy(x[...]) if p in chosen else x[...] for p, x in params.items()}
     rule = "weights that `random` selects, not all of them zero"
-    came = "none of " + ", ".join("/".join(map(str, path)) for path in params)
+    came = "none of " + ", ".join(map(joined, params))
     mend = "Give a filter such as nnx.PathContains('head')."
-    checks.need(
-        "calibrate", any(isinstance(x, Factorized) for x in tree.values()), rule, came, mend
-    )
-    options: Any = {"structure": structure, "landmarks": landmarks}
+    some = any(isinstance(x, Factorized) for x in tree.values())
+    checks.need("calibrate", some, rule, came, mend)
     beliefs = nnx.traversals.unflatten_mapping(tree)
-    model = Bayesian(plain, likelihood, beliefs=beliefs, **options)
+    model = Bayesian(plain, likelihood, beliefs=beliefs, structure=structure, landmarks=landmarks)
     batches = [[x[i : i + batch_size] for x in inputs] for i in range(0, len(targets), batch_size)]
     outputs = np.concatenate([checks.outputs_of(plain, tuple(x)) for x in batches])
     rule = "a network with finite outputs"
@@ -153,21 +135,20 @@ def calibrate(
         _warn(f"the factor is {factor:.3g}: more noise has a higher density, but lowers accuracy.")
     elif gain < 1e-4 or best == LOG_FACTORS[-1]:
         what = "is not overconfident" if gain < 1e-4 else "knows little about these data"
-        _warn(
-            f"held-out data chose the factor {factor:.3g} of the range from .001 to 1, which gains "
-            f"{gain:.2g} nats an example: the network {what}."
-        )
+        chose = f"held-out data chose the factor {factor:.3g} of the range from .001 to 1"
+        _warn(f"{chose}, which gains {gain:.2g} nats an example: the network {what}.")
     if isinstance(likelihood, Gaussian):
         squares = ((targets - predicted.mean) ** 2).reshape(-1, targets.shape[-1]).mean(axis=0)
         ratios = predicted.variance.reshape(-1, targets.shape[-1]).mean(axis=0) / squares
         odd = int(np.argmax(np.abs(np.log(ratios))))
         came = f"{ratios[odd]:.3g} times it for output {odd}"
         mend = "Bring outputs to one unit, or use mj.laplace."
-        if not 1 / 4 < ratios[odd] < 4 and likelihood.noise_variance is not None:
-            _warn(f"the variance should be the mean squared residual. It is {came}. {mend}")
-        elif not 1 / 4 < ratios[odd] < 4:
+        fits = 1 / 4 < ratios[odd] < 4
+        if likelihood.noise_variance is None:
             rule = "one factor that suits all outputs, whose variance is the mean squared residual"
-            checks.need("calibrate", False, rule, came, mend)
+            checks.need("calibrate", fits, rule, came, mend)
+        elif not fits:
+            _warn(f"the variance should be the mean squared residual. It is {came}. {mend}")
     if not receipt:
         return found
 

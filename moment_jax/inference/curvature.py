@@ -41,7 +41,7 @@ def by_path(tree: Any) -> Arrays:
 def root_columns(likelihood: Any, outputs: Array, columns: Array) -> Array:
     """Columns (N, R, C) of a root of the Hessian of -log p in outputs (N, R, C), at noise variance 1.
 
-    Where the network predicts the noise, of its expectation over targets, which is never negative.
+    Where the network predicts the noise, of its expectation over targets.
     """
     one = jax.nn.one_hot(columns, outputs.shape[-1], dtype=outputs.dtype)[None]
     if isinstance(likelihood, Categorical):
@@ -121,10 +121,8 @@ class Curvature:
             valid = (weight[:, None] > 0) & (chosen < tokens)[None]
 
             def score(posterior: Any) -> Array:
-                cov: Any = sum(
-                    jnp.einsum("nrck,k,nrdk->nrcd", x, posterior[0][p].ravel(), x)
-                    for p, x in turned.items()
-                )
+                known = ((x, posterior[0][p].ravel()) for p, x in turned.items())
+                cov: Any = sum(jnp.einsum("nrck,k,nrdk->nrcd", x, v, x) for x, v in known)
                 of = Gaussian(posterior[1]) if self.likelihood == Gaussian() else self.likelihood
                 cov = Full(cov[:, :, None, :, None].astype(outputs.dtype))
                 moments = Moments(outputs[:, chosen], cov)
@@ -139,9 +137,8 @@ class Curvature:
         model: Any = nnx.merge(self.graph.value, *jax.tree.map(lambda x: x, frame[:2]), copy=True)
         outputs = model(*(x[None] for x in one))
         wide = jnp.promote_types(outputs.dtype, jnp.float32)
-        return (
-            outputs.reshape(-1, outputs.shape[-1]).astype(wide) / jnp.asarray(frame[2], wide)[None]
-        )
+        outputs = outputs.reshape(-1, outputs.shape[-1]).astype(wide)
+        return outputs / jnp.asarray(frame[2], wide)[None]
 
     def _jacobian(self, frame: Frame, inputs: Any) -> tuple[Array, Callable[[Array], Arrays]]:
         """Outputs (N, M, C), and a map of N rows (R, M, C) to gradients (N, R, in, out) by path."""
@@ -159,10 +156,7 @@ class Curvature:
         return outputs, gradients
 
     def spectrum(self, frame: Frame, inputs: Any, small: list[str]) -> tuple[Arrays, Arrays]:
-        """Bases of each array, and the matrix's diagonal in them, by path.
-
-        They are the eigenbases of the two partial traces for the paths in `small`, else None.
-        """
+        """Bases by path, of both partial traces if in `small`, else None; the diagonal in them."""
         bases: Arrays = {path: () if path in small else None for path, _ in self.shapes}
         squares = self.total(self.sums, frame, inputs, bases)
         known = by_path(frame[0])

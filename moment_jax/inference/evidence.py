@@ -34,14 +34,11 @@ PRECISIONS, NOISES = np.exp([-6.0, 12.0]), np.exp([-8.0, 1.0])  # ranges, in sta
 
 
 class Mode(NamedTuple):
-    """The network at some weights, in double precision.
-
-    Its Gauss-Newton matrix at noise variance 1 is V^T V, V (N M C, P) with a row for each output.
-    """
+    """The network at some weights, in double precision; its Gauss-Newton matrix is V^T V at noise 1."""
 
     weights: np.ndarray  # (P,)
     outputs: np.ndarray  # (N, ..., C)
-    roots: np.ndarray  # V if it has fewer rows than columns, else V^T V
+    roots: np.ndarray  # V (N M C, P) if it has fewer rows than columns, else V^T V
 
 
 class Setting(NamedTuple):
@@ -66,8 +63,7 @@ class Loss:
     """-log p(targets, weights) for each example, up to a constant, from a batch drawn at random.
 
     A noise that the network predicts is fitted to E[(target - mean)^2] under the belief, the residual's
-    square and the doubt, as MacKay's update of one noise is; alone, residuals of a fitted mean are too
-    small.
+    square and the doubt: alone, residuals of a fitted mean are too small.
     """
 
     likelihood: Any
@@ -101,12 +97,7 @@ def _squares(matrix: np.ndarray) -> np.ndarray:
 class Evidence:
     """The evidence of a network, log p(targets | prior precisions, noise), by Laplace's method.
 
-    Args:
-      network: its weights are the first start.
-      likelihood: with its noise variance, or `mj.Gaussian()` to estimate it.
-      inputs, targets: the data, in standard units.
-      shape: of one example's outputs.
-
+    Its weights are the first start. Data are in standard units, and `shape` is of one example's outputs.
     Source: MacKay, "Bayesian interpolation" (1992); Immer et al., "Scalable marginal likelihood
     estimation for model selection in deep learning" (2021).
     """
@@ -130,10 +121,11 @@ class Evidence:
         Adam minimises -log p(targets, weights). After every tenth of its steps the precisions and the
         noise are re-estimated. `tell` is told the number of steps made and the mean log evidence.
         """
-        first = self.network.weights[...]
+        first, rng = self.network.weights[...], np.random.default_rng(seed)
         training, _ = self._begun(first, rate, steps)
-        starts = jnp.stack([first, *self._others(members - 1, seed)])
-        states = jax.vmap(lambda weights: self._begun(weights, rate, steps)[1])(starts)
+        others = [[anew(rng, x).ravel() for x in self.arrays.values()] for _ in range(members - 1)]
+        starts = [first, *(jnp.asarray(np.concatenate(x), first.dtype) for x in others)]
+        states = jax.vmap(lambda weights: self._begun(weights, rate, steps)[1])(jnp.stack(starts))
         data = jax.tree.map(jnp.asarray, (self.inputs, self.targets))
         if not isinstance(self.likelihood, Categorical):
             data = data[0], data[1].astype(first.dtype)
@@ -231,12 +223,6 @@ class Evidence:
 
     def _begun(self, weights: Array, rate: float, steps: int) -> tuple[Training, Any]:
         return Training.of(self._at(weights), _adam(rate, steps), Loss(self.kind))
-
-    def _others(self, count: int, seed: int) -> list[Array]:
-        """Other starts."""
-        rng, dtype = np.random.default_rng(seed), self.network.weights[...].dtype
-        each = [[anew(rng, x).ravel() for x in self.arrays.values()] for _ in range(count)]
-        return [jnp.asarray(np.concatenate(start), dtype) for start in each]
 
     def _at(self, weights: Array) -> Raveled:
         network = nnx.clone(self.network)

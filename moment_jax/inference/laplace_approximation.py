@@ -36,21 +36,12 @@ class LaplaceReceipt(NamedTuple):
 
 
 def laplace(
-    network: nnx.Module | linen.Module,
-    likelihood: Any,
-    data: tuple[Any, Any],
-    *,
-    held_out: tuple[Any, Any] | None = None,
-    random: Any = nnx.Param,
-    kind: str = "kfac",
-    prior_precision: float | None = None,
-    per_layer: bool = False,
-    prior: Any = None,
-    batch_size: int = 256,
-    receipt: bool = False,
-    progress: bool | None = None,
+    network: nnx.Module | linen.Module, likelihood: Any, data: tuple[Any, Any], *,
+    held_out: tuple[Any, Any] | None = None, random: Any = nnx.Param, kind: str = "kfac",
+    prior_precision: float | None = None, per_layer: bool = False, prior: Any = None,
+    batch_size: int = 256, receipt: bool = False, progress: bool | None = None,
     output: Callable[[Any], Any] | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """A trained network with the belief N(weights, (GGN + prior precision)^-1) about its weights.
 
     GGN is the generalised Gauss-Newton matrix of -log p(targets | outputs), summed over the data, from
@@ -65,8 +56,7 @@ def laplace(
     predictive distribution.
 
     Args:
-      network: a Flax NNX module in inference mode (`network.eval()`), or a linen module bound to its
-        variables; with outputs (N, ..., C) for a batch, each of them observed. It is not changed.
+      network: as in `mj.calibrate`, each of its outputs observed. It is not changed.
       likelihood: `mj.Categorical()`, `mj.Bernoulli()` or `mj.Gaussian(noise_variance)`, a number;
         `mj.Gaussian()` to estimate the noise by the evidence, for each output in proportion to its
         residuals.
@@ -85,9 +75,9 @@ def laplace(
       prior: as in `mj.Bayesian`, of which all variances are divided by the prior precision; None for
         N(0, 1). "kfac" takes one variance for each array, such as those of "network".
       batch_size: number of backward passes at once, at most; fewer for large networks.
-      receipt: also return a `LaplaceReceipt`: log evidence, prior precisions, noise variance.
-      progress: show a bar (tqdm, on stderr); None means if stderr is a terminal.
-      output: picks the one array out of what the network returns, see `mj.Bayesian`.
+      receipt: also return a `LaplaceReceipt`.
+      progress: as in `mj.calibrate`.
+      output: see `mj.Bayesian`.
 
     Returns:
       A linearised `mj.Bayesian`, whose `beliefs` are `KroneckerEigen`, `FullNormal` or `Factorized`.
@@ -98,8 +88,7 @@ def laplace(
         and of a precision at the edge of its range.
 
     Source: Daxberger et al., "Laplace redux" (2021); Immer et al., "Scalable marginal likelihood
-    estimation for model selection in deep learning" (2021); George et al., "Fast approximate natural
-    gradient descent in a Kronecker-factored eigenbasis" (2018).
+    estimation for model selection in deep learning" (2021); George et al. as in `KroneckerEigen`.
 
     >>> import moment_jax as mj
     >>> network = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
@@ -110,22 +99,17 @@ def laplace(
     """
     checks.need("laplace", kind in ("kfac", "diagonal"), "a kind, kfac or diagonal", repr(kind))
     checks.likelihood("laplace", likelihood)
-    if held_out is not None and (per_layer or prior_precision is not None):
-        raise ValueError(
-            "`laplace(held_out=...)` chooses one prior precision. Got per_layer or prior_precision too; "
-            "leave them out."
-        )
+    rule = "either held_out, which chooses one prior precision, or per_layer or prior_precision"
+    other = per_layer or prior_precision is not None
+    checks.need("laplace", held_out is None or not other, rule, "both", "Leave one out.")
     checks.positive("laplace", prior_precision=prior_precision, batch_size=batch_size)
     plain = as_nnx(network, output)
     split: Any = nnx.split(plain, nnx.All(nnx.Param, random, lambda _, x: is_floating(x)), ...)
     graph, *state = split
     frame, known = (*state, np.ones(1)), by_path(state[0])
     arrays = {path: x[...] for path, x in nnx.to_flat_state(nnx.state(plain, nnx.Param))}
-    if not known:
-        raise ValueError(
-            "`laplace` needs weights that `random` selects. Got none of "
-            f"{', '.join(map(joined, arrays))}. Give a filter such as nnx.PathContains('head')."
-        )
+    came, mend = ", ".join(map(joined, arrays)), "Give a filter such as nnx.PathContains('head')."
+    checks.need("laplace", known, "weights that `random` selects", f"none of {came}", mend)
     centre = {joined(path): x for path, x in priors("laplace", prior, 1.0, arrays).items()}
     inputs, targets, shape = checks.data("laplace", plain, likelihood, data)
     held = None
@@ -135,9 +119,8 @@ def laplace(
     shapes = {path: matrix_shape(path.rpartition("/")[2], x.shape) for path, x in known.items()}
     rows = min(batch_size, max(1, NUMBERS // sum(x.size for x in known.values())))
     noiseless = Gaussian() if isinstance(likelihood, Gaussian) else likelihood
-    curvature = Curvature(
-        Static(graph), noiseless, tuple(shapes.items()), rows, math.prod(shape), progress
-    )
+    of, size = tuple(shapes.items()), math.prod(shape)
+    curvature = Curvature(Static(graph), noiseless, of, rows, size, progress)
     small = [path for path, sizes in shapes.items() if kind == "kfac" and max(sizes) <= LONGEST]
     widths = {path: np.asarray(centre[path].variance, np.float64) for path in known}
     for path in small:
@@ -146,8 +129,8 @@ def laplace(
     check_network("laplace", split, inputs)
     parts = [*curvature.batches(curvature.outputs, frame, inputs, batch_size)]
     outputs = np.concatenate(parts)[: len(targets)].reshape(-1, *shape)
-    if not np.isfinite(outputs).all():
-        raise ValueError("`laplace` needs a network with finite outputs. Got NaN or infinity.")
+    rule = "a network with finite outputs"
+    checks.need("laplace", np.isfinite(outputs).all(), rule, "NaN or infinity")
     units = np.ones(1)
     if likelihood == Gaussian():  # outputs may be in different ones
         residuals, columns = (x.reshape(-1, shape[-1]) for x in (targets - outputs, targets))
@@ -159,8 +142,7 @@ def laplace(
         bases, squares = curvature.spectrum(frame, inputs, small)
     silent = ", ".join(path for path in shapes if not squares[path].any())
     if silent:
-        message = f"`laplace`: the outputs do not depend on {silent}, which keep the prior."
-        warnings.warn(message, stacklevel=2)
+        _warn(f"the outputs do not depend on {silent}, which keep the prior.")
     # In units of the prior's standard deviations, all that is left of the prior is its precision.
     offsets = {p: np.asarray(x, np.float64) - np.asarray(centre[p].mean) for p, x in known.items()}
     offsets = {p: x / np.sqrt(widths[p]) for p, x in offsets.items()}
@@ -173,8 +155,12 @@ def laplace(
 
     chosen = prior_precision if held is None else _best_on(held, at, curvature, frame, bases)
     variance, _, found = at(chosen)
-    if prior_precision is None:
-        _warn_at_the_edge(found, held is not None)
+    low, high = np.exp(LOG_RANGE) if held is None else PRECISIONS[[0, -1]]
+    odd = [x for x in found.prior_precision.values() if not 1.01 * low < x < high / 1.01]
+    if odd and prior_precision is None:
+        what, edge = "held-out data" if held else "the evidence", f"{low:.3g} to {high:.3g}"
+        what += f" chose the prior precision {odd[0]:.3g}, at the edge of the range from {edge}"
+        _warn(f"{what}. Look at the network's fit, or give prior_precision.")
     beliefs = {path: _belief(x, bases[path], variance[path]) for path, x in known.items()}
     flat = {path: beliefs.get(joined(path), x) for path, x in arrays.items()}
     tree = nnx.traversals.unflatten_mapping(flat)
@@ -196,40 +182,20 @@ def _best_on(held: Any, at: Any, curvature: Curvature, frame: Frame, bases: Arra
     return float(PRECISIONS[np.argmax(np.nan_to_num(densities, nan=-np.inf))])
 
 
-def _warn_at_the_edge(found: LaplaceReceipt, held_out: bool) -> None:
-    low, high = (PRECISIONS[0], PRECISIONS[-1]) if held_out else np.exp(LOG_RANGE)
-    odd = [x for x in found.prior_precision.values() if not 1.01 * low < x < high / 1.01]
-    if odd:
-        warnings.warn(
-            f"`laplace`: {'held-out data' if held_out else 'the evidence'} chose the prior precision "
-            f"{odd[0]:.3g}, at the edge of the range from {low:.3g} to {high:.3g}. Look at the "
-            "network's fit, or give prior_precision.",
-            stacklevel=3,
-        )
+def _warn(message: str) -> None:
+    warnings.warn(f"`laplace`: {message}", stacklevel=3)
 
 
 def posterior(
-    squares: Arrays,
-    offsets: Arrays,
-    likelihood: Any,
-    outputs: np.ndarray,
-    targets: np.ndarray,
-    per_layer: bool,
-    given: float | None,
-) -> tuple[Arrays, float, LaplaceReceipt]:
+    squares: Arrays, offsets: Arrays, likelihood: Any, outputs: np.ndarray, targets: np.ndarray,
+    per_layer: bool, given: float | None,
+) -> tuple[Arrays, float, LaplaceReceipt]:  # fmt: skip
     """Variances of each array in its bases, the noise variance, and the receipt.
 
-    A prior precision d that is not given maximises the evidence (MacKay, "Bayesian interpolation",
-    Eq. 4): the only root of sum l / (l + d) = d |w - prior mean|^2, as the left side falls in d.
-
-    Args:
-      squares: eigenvalues l of the summed curvature at noise variance 1, by path.
-      offsets: w - prior mean, by path.
-      likelihood: with the noise variance, or None where it is estimated too.
-      outputs: of the network.
-      targets: of the data.
-      per_layer: one precision for each layer instead of one for all.
-      given: the prior precision.
+    A prior precision d that is not `given` maximises the evidence (MacKay, "Bayesian interpolation",
+    Eq. 4): the only root of sum l / (l + d) = d |w - prior mean|^2, as the left side falls in d. Here l,
+    `squares`, are the eigenvalues of the summed curvature at noise variance 1, and `offsets` are w -
+    prior mean, by path. The likelihood's noise variance is None where it is estimated too.
     """
     layers = {path: path.rpartition("/")[0] or "model" for path in offsets}
     names = list(dict.fromkeys(layers.values()))

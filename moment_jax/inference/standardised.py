@@ -18,10 +18,8 @@ from moment_jax.objectives import HeteroscedasticGaussian
 class Standardised(nnx.Module):
     """A network for columns in their own units: its inputs are standardised, its outputs scaled back.
 
-    Args:
-      network: any network; it is shared, not copied.
-      inputs: mean and standard deviation of each input's columns, or None for an input as it is.
-      outputs: those of the targets, or None.
+    The network is shared, not copied. `inputs` are mean and standard deviation of each input's columns,
+    or None for an input as it is, `outputs` those of the targets, or None.
     """
 
     def __init__(self, network: nnx.Module, inputs: Any, outputs: Any) -> None:
@@ -64,8 +62,8 @@ def brought_along(
 ) -> nnx.Module:  # fmt: skip
     """The network for standard units: of one that was trained in the columns' own, a copy that agrees.
 
-    A network is trained if it predicts better than the targets' mean and than in standard units. Its
-    first and last dense layers then take the units, if `standardised(copy)(x) == network(x)`.
+    It is trained if it predicts better than the targets' mean and than in standard units. Its first and
+    last dense layers then take the units, if `standardised(copy)(x) == network(x)`.
     """
     rows = np.linspace(0, len(targets) - 1, min(len(targets), 500)).astype(int)
     raw, y = tuple(x[rows] for x in inputs), targets[rows]

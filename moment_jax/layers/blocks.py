@@ -28,7 +28,7 @@ Branch = Callable[[Array, Any], tuple[Array, Any, Carry]]
 
 
 class Normalization(NamedTuple):
-    """Settings of a sublayer's normalisation; see `encoder_block`."""
+    """Settings of a sublayer's normalisation: see `encoder_block`."""
 
     first: bool
     epsilon: float
@@ -45,24 +45,20 @@ def encoder_block(
 
     With `norm_first=False`, as derived, z = norm1(x + attention(x)), y = norm2(z + feed_forward(z)).
     With `norm_first=True`, z = x + attention(norm1(x)), y = z + feed_forward(norm2(z)). The covariance
-    between a residual stream and its branch is kept as far as the structure can.
-
-    Assumes that x and the parameters of all sublayers are mutually independent.
+    between a residual stream and its branch is kept as far as the structure can. Assumes that x and the
+    parameters of all sublayers are mutually independent. Source: Transformer derivation, section 4.
 
     Args (mean, cov, `num_heads`, `mask`, `order`, results and errors are those of `attention`):
       params: beliefs about the parameters.
       norm_first: False for post-norm, True for pre-norm.
       activation: "relu", "gelu", or a JAX function of a scalar, such as `jnp.tanh`.
       epsilon: added to the variance in the normalisations.
-
-    Source: Transformer derivation, section 4.
     """
     check_moments("encoder_block", mean, cov)
     cov = cov.seen_by(mask)
     norm = Normalization(norm_first, epsilon, order)
-    attend = partial(
-        attention_with_carry, params=params.attention, num_heads=num_heads, mask=mask, order=order
-    )
+    heads = partial(attention_with_carry, num_heads=num_heads, order=order)
+    attend = partial(heads, params=params.attention, mask=mask)
     transform = partial(feed_forward_with_carry, params=params.feed_forward, activation=activation)
     mean, cov = sublayer(mean, cov, attend, params.norm1, norm)
     return sublayer(mean, cov, transform, params.norm2, norm)
@@ -77,19 +73,12 @@ def decoder_block(
 ) -> tuple[Array, S]:  # fmt: skip
     """Moments of one Transformer decoder block: self-attention, cross-attention, feed-forward.
 
-    Each sublayer has its residual and its normalisation, as in `encoder_block`. For a causal decoder
-    pass the mask `jnp.tril(jnp.ones((T, T), bool))`.
+    Each sublayer has its residual and its normalisation, as in `encoder_block`. A causal decoder has the
+    mask `jnp.tril(jnp.ones((T, T), bool))`, for self-attention; `memory_mask` is for cross-attention.
+    Arguments, results and errors are those of `encoder_block` and `cross_attention`.
 
     Assumes that x, the memory and the parameters of all sublayers are mutually independent. From the
-    second block on x depends on the memory; that dependence is ignored.
-
-    Args (the others, the results and the errors are those of `encoder_block` and `cross_attention`):
-      memory_mean: mean of the encoder's output, (S, E).
-      memory_cov: its covariance, of shape (S, E), in the structure of `cov`.
-      mask: for self-attention.
-      memory_mask: for cross-attention, (T, S), (1, S) or (H, T, S).
-
-    Source: Transformer derivation, section 1.1.
+    second block on x depends on the memory, which is ignored. Source: Transformer derivation, 1.1.
     """
     check_moments("decoder_block", mean, cov)
     cov = cov.seen_by(mask)

@@ -9,6 +9,7 @@ from jax import Array
 
 from moment_jax import expectations
 from moment_jax.covariance import Covariance
+from moment_jax.covariance.fields import need
 from moment_jax.layers import params as checks
 from moment_jax.layers.params import DenseParams, S, with_bias
 from moment_jax.posterior import Point
@@ -23,9 +24,7 @@ def dense(mean: Array, cov: S, params: DenseParams) -> tuple[Array, S]:
     """Moments of `x @ kernel + bias` for a random sequence, a random kernel and a random bias.
 
     Exact for `Full`; other structures keep the projection of the exact covariance. All tokens share the
-    noise of kernel and bias.
-
-    Assumes that x, the kernel and the bias are mutually independent.
+    noise of kernel and bias. Assumes that x, the kernel and the bias are mutually independent.
 
     Args:
       mean: E[x], (T, D).
@@ -33,13 +32,8 @@ def dense(mean: Array, cov: S, params: DenseParams) -> tuple[Array, S]:
       params: beliefs about the kernel (D, O) and the bias (O,), or None for no bias.
 
     Returns:
-      Mean (T, O) and covariance of the output, in the structure of `cov`.
-
-    Raises:
-      ValueError: if shapes do not fit.
-      TypeError: if `cov` or a parameter has the wrong type.
-
-    Source: Transformer derivation, Prop. 1, Prop. 2 (its trace transposed) and section 4.2.
+      Mean (T, O) and covariance of the output, in the structure of `cov`; ValueError or TypeError if an
+      argument does not fit. Source: Transformer derivation, Prop. 1, 2 (its trace transposed) and 4.2.
 
     >>> import jax.numpy as jnp, moment_jax as mj
     >>> kernel = mj.posterior.Factorized(jnp.eye(2), jnp.full((2, 2), 0.5))
@@ -59,31 +53,19 @@ def dense(mean: Array, cov: S, params: DenseParams) -> tuple[Array, S]:
 
 @materialized_inputs
 def matmul(mean_a: Array, cov_a: S, mean_b: Array, cov_b: Covariance) -> tuple[Array, S]:
-    """Moments of `a @ b` for independent random matrices.
+    """Moments of `a @ b`, (T, Q), for independent random matrices a (T, P) and b (P, Q).
 
     Exact for `Full`, including all cross-covariances of rows and columns. Other structures keep the
-    projection of the exact covariance, for operands that have the given structures.
-
-    Assumes that a and b are independent.
-
-    Args:
-      mean_a: E[a], (T, P).
-      cov_a: covariance of a, a structure of shape (T, P).
-      mean_b: E[b], (P, Q).
-      cov_b: covariance of b, a structure of shape (P, Q); it may differ from `cov_a`'s.
-
-    Returns:
-      Mean (T, Q) and covariance of the product, in the structure of `cov_a`. Errors as of `dense`.
+    projection of the exact covariance, for operands that have the given structures, which may differ;
+    the result has that of `cov_a`. Errors are those of `dense`.
 
     Source: Transformer derivation, Prop. 1 and 2, with tr(A^T B) instead of tr(A B).
     """
     checks.check_moments("matmul", mean_a, cov_a)
     checks.check_moments("matmul", mean_b, cov_b)
-    if mean_a.shape[1] != mean_b.shape[0]:
-        raise ValueError(
-            "`matmul(mean_a, cov_a, mean_b, cov_b)` needs as many columns in a as rows in b. Got "
-            f"{tuple(mean_a.shape)} and {tuple(mean_b.shape)}. Use shapes (T, P) and (P, Q)."
-        )
+    rule, came = "as many columns in a as rows in b", f"{mean_a.shape} and {mean_b.shape}"
+    right = mean_a.shape[1] == mean_b.shape[0]
+    need("matmul", right, rule, came, "Use shapes (T, P) and (P, Q).")
     mapped = cov_a.map_features(mean_b)
     return mean_a @ mean_b, mapped.add(cov_a.weight_noise(mean_a, _RandomMatrix(cov_b)))
 
@@ -107,14 +89,11 @@ class _RandomMatrix:
 
 @materialized_inputs
 def relu(mean: Array, cov: S) -> tuple[Array, S]:
-    """Moments of max(x, 0): exact means and variances in closed form.
+    """Moments of max(x, 0) for Gaussian x: exact means and variances in closed form.
 
     Covariances keep the first two terms of the Hermite expansion, by Price's theorem E[relu'] E[relu']
-    Cov + ..., instead of the derivation's first-order Taylor at the mean.
-
-    Assumes that x is Gaussian. Arguments, results and errors are those of `dense`.
-
-    Source: Transformer derivation, section 4.6; rectified-Gaussian moments.
+    Cov + ..., instead of the first-order Taylor at the mean of the derivation, section 4.6. Arguments,
+    results and errors are those of `dense`.
     """
     return _elementwise("relu", mean, cov, "relu")
 

@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -28,13 +27,9 @@ def norm(
     def average(array: Array) -> Array:
         return jnp.mean(array, axis=1, keepdims=True)
 
-    if centres:
-        mean = mean - average(mean)
-    spread, noise = average(mean**2) + epsilon, average(variance)
-    if order == 2:
-        spread = spread + noise * (1 - centres / d)
-    inverse = jax.lax.rsqrt(spread)
-    normal = mean * inverse
+    noise = average(variance)
+    spread = noise * (1 - centres / d) if order == 2 else 0
+    normal, inverse = rules.normalized(mean, spread, epsilon, centres)
     linked = variance * normal
     pulled = linked - average(linked) if centres else linked
     out = normal
@@ -99,9 +94,8 @@ def attention(
     one_head = partial(_head, order=order, cap=attending.cap)
     num_scores = h * len(mean) * len(source)
     out, variance, own = rules.each_head(one_head, heads, num_scores)
-    out, out_cov = dense(
-        rules.merge_heads(out), Diagonal.unchecked(rules.merge_heads(variance)), params.output
-    )
+    out, variance = rules.merge_heads(out), rules.merge_heads(variance)
+    out, out_cov = dense(out, Diagonal.unchecked(variance), params.output)
 
     def carry(cross: Any, with_memory: Any = None) -> Any:
         """Through the values, from a token to itself; not from a memory's tokens to others."""

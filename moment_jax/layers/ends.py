@@ -1,11 +1,11 @@
-"""The two ends of a network: embeddings and positions of tokens; their mean, and softmax (Prop. 3)."""
+"""The two ends of a network: embeddings of tokens; their mean, and softmax (Prop. 3)."""
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from moment_jax.covariance import Covariance
-from moment_jax.covariance.fields import known_values
+from moment_jax.covariance.fields import known_values, need
 from moment_jax.expectations import masked_softmax, softmax_expansion, softmax_jacobian
 from moment_jax.layers import params as checks
 from moment_jax.layers.params import S
@@ -23,18 +23,14 @@ def embedding(
     `Full`; other structures keep its projection.
 
     Args:
-      ids: (T,) integers in [0, V). Known ids are checked; while tracing, ids out of range give NaN. Pad
-        with an id of the table.
+      ids: (T,) integers in [0, V), at least one. Known ids are checked; while tracing, ids out of range
+        give NaN. Pad with an id of the table.
       table: belief about the (V, D) table.
       structure: the structure of the covariance, such as `mj.Separable`.
       landmarks: of long sequences, see `Separable.zeros`.
 
     Returns:
-      Mean (T, D) and covariance.
-
-    Raises:
-      ValueError: if `ids` is not one nonempty sequence of integers, or is known and out of range.
-      TypeError: if `table` is not a belief about a matrix, or `structure` is not a structure.
+      Mean (T, D) and covariance; or ValueError or TypeError if an argument is not so.
 
     >>> import jax.numpy as jnp, moment_jax as mj
     >>> table = mj.posterior.Factorized(jnp.eye(3), jnp.full((3, 3), 0.25))
@@ -42,28 +38,21 @@ def embedding(
     >>> print(mean[0], cov.tokens[0].round(3))
     [0. 0. 1.] [0.75 0.   0.75]
     """
-    if not isinstance(table, Posterior) or len(table.shape) != 2:
-        came = tuple(table.shape) if isinstance(table, Posterior) else type(table).__name__
-        raise TypeError(
-            f"`embedding` needs a belief about a (V, D) table (a Posterior). Got {came}. For a "
-            "certain table, use mj.posterior.Point(table)."
-        )
-    kind = getattr(ids, "dtype", object)
-    if not jnp.issubdtype(kind, jnp.integer) or ids.ndim != 1 or not ids.size:
-        raise ValueError(
-            "`embedding` needs token ids of shape (T,), integers, of at least one token. Got "
-            f"{checks.described(ids)}. Use jnp.asarray; for a batch jax.vmap, or an nnx.Embed."
-        )
+    shape = table.shape if isinstance(table, Posterior) else ()
+    came, mend = shape or type(table).__name__, "For a certain one, use mj.posterior.Point(table)."
+    rule = "a belief about a (V, D) table (a Posterior)"
+    need("embedding", len(shape) == 2, rule, came, mend, TypeError)
+    whole = jnp.issubdtype(getattr(ids, "dtype", object), jnp.integer)
+    rule = "token ids of shape (T,), integers, of at least one token"
+    mend = "Use jnp.asarray; for a batch jax.vmap, or an nnx.Embed."
+    need("embedding", whole and ids.ndim == 1 and ids.size, rule, checks.described(ids), mend)
     known = known_values(ids)
-    if known is not None and (known.min() < 0 or known.max() >= table.shape[0]):
-        raise ValueError(
-            f"`embedding` needs token ids from 0 to {table.shape[0] - 1}, the rows of its table. Got "
-            f"{known.min()} to {known.max()}. Encode the text with the table's vocabulary."
-        )
-    if not (isinstance(structure, type) and issubclass(structure, Covariance)):
-        raise TypeError(
-            f"`embedding` needs a covariance structure. Got {structure!r}. Use mj.Separable."
-        )
+    if known is not None:
+        rule, least, most = f"token ids from 0 to {shape[0] - 1}", known.min(), known.max()
+        mend = "They are rows of the table: encode the text with its vocabulary."
+        need("embedding", 0 <= least <= most < shape[0], rule, f"{least} to {most}", mend)
+    right = isinstance(structure, type) and issubclass(structure, Covariance)
+    need("embedding", right, "a covariance structure", structure, "Use mj.Separable.", TypeError)
     asked, ids = ids, jnp.clip(jnp.asarray(ids), 0, table.shape[0] - 1)
     valid = (asked == ids)[:, None]
     mean = jnp.where(valid, table.mean[ids], jnp.nan)
@@ -77,59 +66,18 @@ def embedding(
     return mean, certain.weight_noise(choice, table.rows(ids))
 
 
-def sinusoidal_positions(
-    num_tokens: int, num_features: int, *, longest: float = 10_000.0,
-    dtype: jnp.dtype | type = float,
-) -> Array:  # fmt: skip
-    """Fixed positions: sines and cosines of geometrically spaced wavelengths, (T, D).
-
-    Feature 2 k of token t is sin(t / longest^(2 k / D)), feature 2 k + 1 its cosine.
-
-    Args:
-      num_tokens: T.
-      num_features: D, even.
-      longest: the longest wavelength over 2 pi.
-      dtype: of the result.
-
-    Raises:
-      ValueError: if a size is not positive, or D is odd.
-
-    Source: Vaswani et al., Attention is all you need (2017), section 3.5.
-
-    >>> print(sinusoidal_positions(2, 2).round(2))
-    [[0.   1.  ]
-     [0.84 0.54]]
-    """
-    if num_tokens < 1 or num_features < 1 or num_features % 2:
-        raise ValueError(
-            "`sinusoidal_positions` needs at least one token and an even number of features. Got "
-            f"{num_tokens} and {num_features}. Use num_tokens >= 1 and an even num_features."
-        )
-    wavelength = longest ** (jnp.arange(0, num_features, 2) / num_features)
-    angle = jnp.arange(num_tokens)[:, None] / wavelength[None, :]
-    pairs = jnp.stack([jnp.sin(angle), jnp.cos(angle)], axis=-1)
-    return pairs.reshape(num_tokens, num_features).astype(dtype)
-
-
 @materialized_inputs
 def mean_pool(mean: Array, cov: S, mask: Array | None = None) -> tuple[Array, S]:
-    """Moments of the mean over the tokens of a sequence.
+    """Moments of the mean over tokens, (1, D): a sequence of one token.
 
-    Exact, given what the structure holds of the tokens' covariance.
-
-    Args (mean, cov and errors are those of `dense`):
-      mask: (T,) boolean, True for the tokens to average; None for all.
-
-    Returns:
-      Mean (1, D) and covariance of shape (1, D): a sequence of one token.
+    Exact, given what the structure holds of the tokens' covariance. `mask` is (T,) boolean, True for the
+    tokens to average; None for all. The rest is as in `dense`.
     """
     checks.check_moments("mean_pool", mean, cov)
     checks.check_mask("mean_pool", "True for tokens to use", mask, mean.shape[:1])
-    if mask is None:
-        weights = jnp.full((1, len(mean)), 1 / len(mean), mean.dtype)
-    else:
-        weights = jnp.where(mask, 1, 0).astype(mean.dtype)[None, :]
-        weights = weights / jnp.maximum(jnp.sum(weights), 1)
+    weights = jnp.ones(len(mean), bool) if mask is None else mask
+    weights = weights[None].astype(mean.dtype)
+    weights = weights / jnp.maximum(jnp.sum(weights), 1)
     return weights @ mean, cov.map_tokens(weights)
 
 
@@ -143,15 +91,13 @@ def softmax(mean: Array, cov: S, *, order: int = 2, mask: Array | None = None) -
     errors are stated there; for 8 independent logits the total variance is 0.99, 1.02, 1.08 and 1.27 of
     the sampled one at a logit sd of 1, 2, 3 and 10. The cost is that of (C, C) matrices per token.
 
-    Assumes that x is Gaussian (order 2).
+    Assumes that x is Gaussian (order 2). Source: Transformer derivation, Prop. 3 and Eq. 10, 11;
+    Brownian motion in the Transformer, Eq. 7 (the second-order term).
 
     Args (mean, cov, (T, C), results and errors are those of `dense`):
       order: 1 or 2.
       mask: (T, C) boolean, True where a weight may be positive; None for no mask. Masked weights are
         exactly zero, and so is a fully masked row; the others of a row sum to one in the mean.
-
-    Source: Transformer derivation, Prop. 3 and Eq. 10, 11; Brownian motion in the Transformer, Eq. 7
-    (the second-order term).
     """
     checks.check_moments("softmax", mean, cov)
     checks.check_order("softmax", order)

@@ -29,13 +29,9 @@ def norm(
     """The rule of `layer_norm` and `rms_norm`: see there."""
     d = mean.shape[1]
     centring = jnp.eye(d, dtype=mean.dtype) - centres / d
-    mean = mean @ centring
     blocks = centring @ cov.token_blocks() @ centring
-    spread = jnp.mean(mean**2, axis=1, keepdims=True) + epsilon
-    if order == 2:
-        spread = spread + nonnegative(jnp.einsum("tdd->t", blocks))[:, None] / d
-    inverse = jax.lax.rsqrt(spread)
-    normal = mean * inverse
+    spread = nonnegative(jnp.einsum("tdd->t", blocks))[:, None] / d if order == 2 else 0
+    normal, inverse = rules.normalized(mean, spread, epsilon, centres)
     out = normal
     if order == 2:
         pulled = jnp.einsum("tde,te->td", blocks, normal)

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from moment_jax.covariance import STRUCTURES, Covariance
-from moment_jax.covariance.fields import check_array, register_fields
+from moment_jax.covariance.fields import check_array, need, register_fields
 from moment_jax.posterior import Point, Posterior
 
 S = TypeVar("S", bound=Covariance)
@@ -33,12 +33,7 @@ def with_bias(cov: S, bias: Posterior | None) -> S:
 @register_fields
 @dataclasses.dataclass(frozen=True)
 class DenseParams:
-    """Belief about a dense layer.
-
-    Args:
-      kernel: belief about the (in, out) kernel.
-      bias: belief about the (out,) bias, independent of the kernel; None for no bias.
-    """
+    """Belief about a dense layer: a kernel (in, out) and an independent bias (out,), or None."""
 
     kernel: Posterior
     bias: Posterior | None = None
@@ -52,12 +47,7 @@ class DenseParams:
 @register_fields
 @dataclasses.dataclass(frozen=True)
 class NormParams:
-    """Belief about the gain and bias of a layer normalisation.
-
-    Args:
-      scale: belief about the (D,) gain; None for a gain of one.
-      bias: belief about the (D,) bias, independent of the gain; None for no bias.
-    """
+    """Belief about a normalisation: a gain (D,) and an independent bias (D,); None for one and zero."""
 
     scale: Posterior | None = None
     bias: Posterior | None = None
@@ -71,13 +61,9 @@ class NormParams:
 @register_fields
 @dataclasses.dataclass(frozen=True)
 class AttentionParams:
-    """Belief about multi-head attention; the four matrices are mutually independent.
+    """Belief about multi-head attention, its four matrices mutually independent.
 
-    Args:
-      query: kernel (D, H K), heads outermost.
-      key: kernel (D, H K).
-      value: kernel (D, H K).
-      output: kernel (H K, D).
+    Kernels of query, key and value are (D, H K), heads outermost, that of the output is (H K, D).
     """
 
     query: DenseParams
@@ -124,74 +110,58 @@ class DecoderBlockParams:
 
 def check_moments(name: str, mean: Array, cov: Covariance) -> None:
     """Raise unless `mean` is one (T, D) sequence and `cov` a structure of the same shape."""
-    needs = f"`{name}(mean, cov)` needs"
-    if not isinstance(cov, Covariance):
-        raise TypeError(
-            f"{needs} a covariance structure. Got {type(cov).__name__}. Use one of "
-            f"{', '.join(STRUCTURES)}, for instance Diagonal.zeros(mean.shape)."
-        )
-    check_array(f"{name}(mean, cov)", mean)
+    call, kind = f"{name}(mean, cov)", type(cov).__name__
+    mend = f"Use one of {', '.join(STRUCTURES)}, for instance Diagonal.zeros(mean.shape)."
+    need(call, isinstance(cov, Covariance), "a covariance structure", kind, mend, TypeError)
+    check_array(call, mean)
     fields = list(map(jnp.shape, jax.tree.leaves(cov)))
-    if fields and len(fields[0]) != cov.num_axes:  # `vmap` removed an axis too many, or too few
-        raise ValueError(
-            f"{needs} the covariance of one sequence. Got {type(cov).__name__} of fields "
-            f"{', '.join(map(str, fields))}. For a batch, use jax.vmap({name}), with in_axes=None for a "
-            "shared covariance."
-        )
-    if mean.ndim != 2 or cov.shape != mean.shape or 0 in mean.shape:
-        raise ValueError(
-            f"{needs} a mean of shape (T, D), with at least one token and one feature, and cov.shape == "
-            f"mean.shape. Got {tuple(mean.shape)} and {tuple(cov.shape)}. For a batch, use "
-            f"jax.vmap({name}); drop empty sequences."
-        )
+    came = f"{kind} of fields {', '.join(map(str, fields))}"
+    mend = f"For a batch, use jax.vmap({name}), with in_axes=None for a shared covariance."
+    # `vmap` may have removed too many axes, or too few.
+    right = not fields or len(fields[0]) == cov.num_axes
+    need(call, right, "the covariance of one sequence", came, mend)
+    rule = "a mean (T, D) of at least one token and one feature, and cov.shape == mean.shape"
+    right = mean.ndim == 2 and cov.shape == mean.shape and 0 not in mean.shape
+    mend = f"For a batch, use jax.vmap({name}); drop empty sequences."
+    need(call, right, rule, f"{mean.shape} and {cov.shape}", mend)
 
 
-def check_belief(name: str, what: str, size: int, belief: object) -> None:
+def check_belief(name: str, what: str, size: int, belief: Any) -> None:
     """Raise unless this is a belief about a kernel (size, out), or a vector (size,) or None."""
     kernel = what == "kernel"
     if belief is None and not kernel:
         return
-    if not isinstance(belief, Posterior):
-        raise TypeError(
-            f"`{name}` needs a belief about its {what} (a Posterior). Got {type(belief).__name__}. For "
-            f"a certain {what}, use mj.posterior.Point({what})."
-        )
-    if len(belief.shape) != 1 + kernel or belief.shape[0] != size:
-        raise ValueError(
-            f"`{name}` needs a {what} of shape ({size}, {'out' * kernel}). Got {tuple(belief.shape)}. "
-            "Kernels are (in, out), as in Flax; transpose kernels from PyTorch."
-        )
+    rule, came = f"a belief about its {what} (a Posterior)", type(belief).__name__
+    mend = f"For a certain {what}, use mj.posterior.Point({what})."
+    need(name, isinstance(belief, Posterior), rule, came, mend, TypeError)
+    right = len(belief.shape) == 1 + kernel and belief.shape[0] == size
+    mend = "Kernels are (in, out), as in Flax; transpose kernels from PyTorch."
+    need(name, right, f"a {what} of shape ({size}, {'out' * kernel})", belief.shape, mend)
 
 
 def check_order(name: str, order: int) -> None:
     """Raise unless `order` is 1 or 2."""
-    if order not in (1, 2):
-        raise ValueError(
-            f"`{name}` needs order=1 (first-order Taylor, as derived) or order=2 (with the "
-            f"second-order correction of the mean). Got order={order!r}. Use order=2."
-        )
+    rule = "order=1 (first-order Taylor, as derived) or order=2 (to second order in the mean)"
+    need(name, order in (1, 2), rule, f"order={order!r}", "Use order=2.")
 
 
 def check_heads(name: str, num_heads: Any, widths: list[int]) -> None:
     """Raise unless query, key and value have one width that `num_heads` divides."""
     whole = hasattr(num_heads, "__index__") and num_heads >= 1
-    if not whole or len(set(widths)) > 1 or widths[0] % num_heads:
-        raise ValueError(
-            f"`{name}` needs num_heads, a whole number, to divide the one width of query, key, value. "
-            f"Got num_heads={num_heads!r} and widths {widths}. Use a divisor, or other kernels."
-        )
+    right = whole and len(set(widths)) == 1 and widths[0] % num_heads == 0
+    rule = "num_heads, a whole number, to divide the one width of query, key, value"
+    came = f"num_heads={num_heads!r} and widths {widths}"
+    need(name, right, rule, came, "Use a divisor, or other kernels.")
 
 
 def check_mask(name: str, what: str, mask: Any, *shapes: tuple[int, ...]) -> None:
     """Raise unless `mask` is None or a boolean array of one of these shapes; `what` describes them."""
     if mask is None:
         return
-    known = isinstance(mask, (jax.Array, np.ndarray))
-    if not known or mask.dtype != bool or tuple(mask.shape) not in shapes:
-        raise ValueError(
-            f"`{name}` needs a boolean mask of shape {' or '.join(map(str, shapes))}, {what}. Got "
-            f"{described(mask)}. Use jnp.asarray(mask, bool) in that shape."
-        )
+    known = isinstance(mask, (jax.Array, np.ndarray)) and mask.dtype == bool
+    rule = f"a boolean mask of shape {' or '.join(map(str, shapes))}, {what}"
+    mend = "Use jnp.asarray(mask, bool) in that shape."
+    need(name, known and mask.shape in shapes, rule, described(mask), mend)
 
 
 def described(array: Any) -> str:

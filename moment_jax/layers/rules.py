@@ -93,17 +93,21 @@ def _by_projection(rule: Callable[..., tuple[Array, Full, Carry]]) -> Callable[.
     return projected
 
 
+def normalized(mean: Array, variance: Any, epsilon: Any, centres: bool) -> tuple[Array, Array]:
+    """E[c] / sqrt(q), (T, D), and 1 / sqrt(q), q = |E[c]|^2 / D + variance + epsilon, (T, 1)."""
+    if centres:
+        mean = mean - jnp.mean(mean, axis=1, keepdims=True)
+    inverse = jax.lax.rsqrt(jnp.mean(mean**2, axis=1, keepdims=True) + epsilon + variance)
+    return mean * inverse, inverse
+
+
 def normalized_mean(
     normal: Array, inverse: Array, pulled: Array, along: Array, squares: Array
 ) -> Array:
     """E[c / sqrt(Q)], Q = |c|^2 / D + epsilon, to second order about q = E[Q], (T, D).
 
-    Args:
-      normal: n = E[c] / sqrt(q).
-      inverse: 1 / sqrt(q), (T, 1).
-      pulled: Cov[c] n of each token.
-      along: n . Cov[c] n / D, (T, 1).
-      squares: the sum of the squared entries of Cov[c], (T, 1).
+    Of `normal` n = E[c] / sqrt(q), `inverse` 1 / sqrt(q), `pulled` Cov[c] n, `along` n . Cov[c] n / D,
+    and `squares`, the sum of the squared entries of each token's Cov[c], (T, 1).
     """
     small = inverse**2 / normal.shape[1]
     return normal + small * (normal * (0.75 * small * squares + 1.5 * along) - pulled)
@@ -145,15 +149,9 @@ def kept_jacobian(found: Array, second: Array, averaged: Array) -> tuple[Array, 
 
     By Price's theorem noise passes through the expected Jacobian, diag(E[w]) - E[w w^T], smaller
     than diag(w) - w w^T at the mean weights w. It is taken as one gain per row times the latter, such
-    that the law of total variance holds: gain^2 V + gain W = W.
-
-    Args:
-      found: V, the variance of weights @ values from the scores' noise through the Jacobian at w.
-      second: E[v^2] under the mean weights.
-      averaged: E[A^2] of the averages A = weights @ values.
-
-    Returns:
-      The gain, 0 where a row has all its weight on one key; and W, E[v^2] - E[A^2] beyond rounding.
+    that the law of total variance holds: gain^2 V + gain W = W. V is the variance `found` of weights @
+    values by the scores' noise through the Jacobian at w, W = E[v^2] - E[A^2] beyond rounding, of the
+    averages A, which is returned too. The gain is 0 where a row has all its weight on one key.
     """
     left = left_within(second, averaged)
     ratio = safe_divide(nonnegative(found), left)
@@ -167,10 +165,9 @@ def left_within(second: Array, averaged: Array) -> Array:
 
 
 def each_head(one_head: Callable[[Any], Any], heads: Any, num_scores: int) -> Any:
-    """`one_head` applied to each head, along the leading axis H of every array.
+    """`one_head` of each head, along the leading axis H of every array.
 
-    If the heads' (T, S) arrays, `num_scores` numbers in all, are large, heads run one at a time with
-    checkpointing, so that only one head's arrays are alive, also in the backward pass.
+    Of many scores one after another with checkpoints: one head's arrays are alive, also backward.
     """
     if num_scores <= _MANY_SCORES:
         return jax.vmap(one_head)(heads)

@@ -1,6 +1,5 @@
 """Normalisation and the feed-forward layer in `Separable`, each as one formula."""
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -10,7 +9,7 @@ from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt, 
 from moment_jax.covariance.separable import Separable, SeparableCross, agreeing
 from moment_jax.expectations.activations import Formula
 from moment_jax.layers.params import FeedForwardParams, bias_cov, with_bias
-from moment_jax.layers.rules import Carry, normalized_mean
+from moment_jax.layers.rules import Carry, normalized, normalized_mean
 from moment_jax.xla import diagonal_matrix, diagonal_of
 
 
@@ -30,16 +29,11 @@ def norm(
     e = unit * tg.diagonal_of(G)[:, None]
     PCP, own = C, c  # own: the diagonal of P C P
     if centres:
-        mean = mean - jnp.mean(mean, axis=1, keepdims=True)
         average = jnp.mean(C, axis=1)
         lost = average - 0.5 * jnp.mean(average)
         PCP, own = C - lost[:, None] - lost[None, :], c - 2 * lost
     size = jnp.sum(own)
-    q = jnp.mean(mean**2, axis=1, keepdims=True) + epsilon
-    if order == 2:
-        q = q + e * size / d
-    r = jax.lax.rsqrt(q)
-    n = mean * r
+    n, r = normalized(mean, e * size / d if order == 2 else 0, epsilon, centres)
     nC = nCP = n @ C
     if centres:
         nCP = nCP - jnp.mean(nCP, axis=1, keepdims=True)
@@ -57,9 +51,8 @@ def norm(
     left = unit * (size - nCn)  # of a token's energy
     root = r * safe_sqrt(left)
     tokens = root * G * root.T
-    variances = variances * safe_divide(
-        tg.diagonal_of(tokens)[:, None], jnp.sum(variances, axis=1, keepdims=True)
-    )
+    summed = jnp.sum(variances, axis=1, keepdims=True)
+    variances = variances * safe_divide(tg.diagonal_of(tokens)[:, None], summed)
 
     weights = p[:, None] * r
     pGp = weights * G * weights.T  # pairs of tokens in the pooled sum

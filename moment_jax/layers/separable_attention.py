@@ -136,15 +136,11 @@ def attention(
     own = own + (jnp.sum(total, axis=1) ** 2)[:, None, None] * head.value.by_bias
     same = jnp.eye(h, dtype=bool)[:, None, :, None]
     averages = jnp.where(same, own[:, :, None], common * overlap[:, None, :, None])
-    averages = averages.reshape(len(output), -1)
-    by_noise = numerics.kernel_noise(
-        params.output.kernel, averages, weighted_sum(pool, mixed)[None]
-    )
+    averages, at_mean = averages.reshape(len(output), -1), weighted_sum(pool, mixed)[None]
+    by_noise = numerics.kernel_noise(params.output.kernel, averages, at_mean)
     features = numerics.summed_covs(numerics.gram(output.T, averages), by_noise)
-
     variances = numerics.outer_by_share(tg.diagonal_of(tokens), diagonal_of(features))
-    features = agreeing(features, tokens, pool)
-    out_cov = Separable.unchecked(variances, tokens, features, pool)
+    out_cov = Separable.unchecked(variances, tokens, agreeing(features, tokens, pool), pool)
 
     def carry(cross: Any, with_memory: Any = None) -> Any:
         """Through the values alone, so from a memory and not from what looks at it."""
@@ -224,10 +220,9 @@ def _projection(
     mean: Array, features: Array, by_mean: Array | None, layer: DenseParams, weights: Array,
     turn: Array | None, h: int,
 ) -> Projection:  # fmt: skip
-    """All heads' projections by a layer.
+    """All heads' projections by a layer, of C or its diagonal as `features`.
 
-    `features` is C, or its diagonal, and `by_mean` (H, K, K) what the kernel's mean makes of it.
-    `weights` (T,) are those of the tokens in the sum of squares.
+    `by_mean` (H, K, K) is what the kernel's mean makes of it; `weights` (T,) are of the sum of squares.
     """
     kernels = rules.split_heads(layer.kernel.mean, h)
     if by_mean is None:
@@ -257,7 +252,7 @@ def _average(weights: Array, rows: Array) -> Array:
 def _through_values(
     cross: SeparableCross, paths: Array, weights: Array, total: Array, pool: Array
 ) -> SeparableCross:
-    """Cov[u, attention] of Cov[u, x]; `paths` (H, D, E) are the products of each head's kernels.
+    """Cov[u, attention] of Cov[u, x] by each head's product of kernels, `paths` (H, D, E).
 
     That of the pooled sums is exact; the pattern averages heads by what each of them carries.
     """
@@ -351,10 +346,8 @@ def _score_variance(head: _Head, sequence: _Sequence) -> Array:
     q, k = head.query, head.key
     Q = q.average(sequence.x, sequence.query_weights)
     K = k.average(sequence.source, sequence.key_weights)
-    by_key, by_query = (
-        jnp.sum((q.mean @ K) * q.mean, axis=1),
-        jnp.sum((k.mean @ Q) * k.mean, axis=1),
-    )
+    by_key = jnp.sum((q.mean @ K) * q.mean, axis=1)
+    by_query = jnp.sum((k.mean @ Q) * k.mean, axis=1)
     return (by_key[:, None] + by_query[None, :] + jnp.sum(Q * K)) / q.mean.shape[1]
 
 

@@ -13,6 +13,7 @@ from jax import Array
 
 from moment_jax import expectations
 from moment_jax.covariance import Covariance
+from moment_jax.covariance.fields import need
 from moment_jax.expectations.activations import Formula
 from moment_jax.layers import params as checks
 from moment_jax.layers.dense import Activation, dense
@@ -34,15 +35,13 @@ def layer_norm(
     has its second-order correction. With order 1 both are first-order Taylor at the mean.
 
     Assumes that x, the gain and the bias are mutually independent, and x Gaussian (order 2).
-    `Separable` also assumes that normalising keeps the correlation between tokens.
+    `Separable` also assumes that normalising keeps the correlation between tokens. Source: Transformer
+    derivation, section 4.5 and Prop. 4, corrected as in `reference`.
 
     Args (mean, cov, results and errors are those of `dense`):
       params: beliefs about the gain (D,) and the bias (D,); each may be None.
       epsilon: added to the variance over the features, as in Flax; not negative.
       order: 1 or 2.
-
-    Source: Transformer derivation, section 4.5 and Prop. 4, with the standard deviation instead of the
-    variance, the full Jacobian and the expected sample variance.
     """
     return norm_with_carry(mean, cov, params, epsilon, order)[:2]
 
@@ -70,10 +69,9 @@ def norm_with_carry(
     name = "layer_norm" if centres else "rms_norm"
     checks.check_moments(name, mean, cov)
     checks.check_order(name, order)
-    if not isinstance(epsilon, jax.core.Tracer) and epsilon < 0:
-        raise ValueError(
-            f"`{name}` needs epsilon >= 0. Got {epsilon}. It is added to the variance; Flax uses 1e-6."
-        )
+    right = isinstance(epsilon, jax.core.Tracer) or epsilon >= 0
+    mend = "It is added to the variance; Flax uses 1e-6."
+    need(name, right, "epsilon >= 0", epsilon, mend)
     gain, d = params.scale, mean.shape[1]
     checks.check_belief(name, "scale", d, gain)
     checks.check_belief(name, "bias", d, params.bias)
@@ -98,11 +96,9 @@ def attention(
 
     Scores are correlated across queries as well as keys, because all tokens share the weight noise. Each
     structure keeps what it can of that, and of the input x that queries, keys and values share: `Full`
-    keeps it everywhere; `Separable` in the means E[scores] and E[weights v], `Diagonal` in E[scores].
-    Order 1 leaves it out of the means. The score noise of different heads is independent, except in
-    `Full`.
-
-    Assumes that x and the four weight matrices are independent of each other.
+    keeps it everywhere; `Separable` in the means E[scores] and E[weights v], `Diagonal` in E[scores];
+    order 1 leaves it out of the means. The score noise of different heads is independent, except in
+    `Full`. Assumes that x and the four weight matrices are independent of each other.
 
     Args (mean, cov, results and errors are those of `dense`):
       params: beliefs about the kernels (D, H K) of query, key and value and (H K, D) of the output.
@@ -115,9 +111,7 @@ def attention(
       order: 1 (Taylor at the mean, as derived) or 2.
 
     With a mask, the feature Gram matrix of `Separable` is from here on that of the tokens which no query
-    is denied.
-
-    Source: Transformer derivation, sections 4.2 to 4.4.
+    is denied. Source: Transformer derivation, sections 4.2 to 4.4.
     """
     cov = cov.seen_by(mask)
     return attention_with_carry(mean, cov, params, num_heads, mask, order, bias=bias)[:2]
@@ -134,22 +128,16 @@ def cross_attention(
     is kept as in `attention`.
 
     Assumes that x, the memory and the four weight matrices are mutually independent. In a decoder this
-    holds for the first block only; in later ones x depends on the memory.
+    holds for the first block only. Source: Transformer derivation, sections 1.1 and 4.2 to 4.4.
 
-    Args (the others, the results and the errors are those of `attention`):
+    Args (the others, the results and the errors are those of `attention`, with S keys):
       memory_mean: mean of the memory, (S, E).
       memory_cov: its covariance, of shape (S, E), in the structure of `cov`; TypeError in another.
-      params: beliefs about the kernels (D, H K) of query, (E, H K) of key and value, (H K, D) of the
-        output.
-      mask: (T, S), (1, S) or (H, T, S) boolean, True where a query may look.
-      bias: (T, S) or (H, T, S).
-
-    Source: Transformer derivation, sections 1.1 and 4.2 to 4.4.
+      params: beliefs about the kernels (D, H K) of query, (E, H K) of key and value, (H K, D).
     """
     memory = memory_mean, memory_cov.seen_by(mask, memory=True)
-    return attention_with_carry(
-        mean, cov, params, num_heads, mask, order, memory=memory, bias=bias
-    )[:2]
+    attend = partial(attention_with_carry, memory=memory, bias=bias)
+    return attend(mean, cov, params, num_heads, mask, order)[:2]
 
 
 def attention_with_carry(
@@ -168,12 +156,10 @@ def attention_with_carry(
     source, source_cov = (mean, cov) if memory is None else memory
     if memory is not None:
         checks.check_moments("cross_attention's memory", source, source_cov)
-        if type(source_cov) is not type(cov):
-            own, other = type(cov).__name__, type(source_cov).__name__
-            raise TypeError(
-                f"`{name}` needs x and the memory in one structure. Got {own} and {other}. Use "
-                f"{own}.project(cov.to_dense()), or one structure for encoder and decoder."
-            )
+        own, other = type(cov).__name__, type(source_cov).__name__
+        rule, right = "x and the memory in one structure", type(source_cov) is type(cov)
+        mend = f"Use {own}.project(cov.to_dense()), or one structure for encoder and decoder."
+        need(name, right, rule, f"{own} and {other}", mend, TypeError)
     checks.check_belief(name, "kernel", mean.shape[1], params.query.kernel)
     for projection in (params.key, params.value):
         checks.check_belief(name, "kernel", source.shape[1], projection.kernel)
@@ -203,11 +189,9 @@ def _of_scores(name: str, whole: tuple[int, ...], what: str, array: Array) -> Ar
     checks.check_array(f"{name}(..., {what}=)", array)
     shape = (1,) * (3 - array.ndim) + array.shape
     fits = all(n in (1, m) for n, m in zip(shape, whole, strict=False))
-    if array.ndim not in (0, 2, 3) or not fits:
-        raise ValueError(
-            f"`{name}` needs a {what} of shape {whole[1:]}, (queries, keys), or {whole}, with heads. "
-            f"Got {checks.described(array)}. Use jnp.broadcast_to({what}, {whole}); for a batch vmap."
-        )
+    rule = f"a {what} of shape {whole[1:]}, (queries, keys), or {whole}, with heads"
+    mend = f"Use jnp.broadcast_to({what}, {whole}); for a batch vmap."
+    need(name, array.ndim in (0, 2, 3) and fits, rule, checks.described(array), mend)
     return jnp.broadcast_to(array.reshape(shape), (whole[0], *shape[1:]))
 
 
@@ -215,15 +199,10 @@ def _of_scores(name: str, whole: tuple[int, ...], what: str, array: Array) -> Ar
 def feed_forward(
     mean: Array, cov: S, params: FeedForwardParams, *, activation: Activation
 ) -> tuple[Array, S]:
-    """Moments of `activation(x @ hidden) @ output`, each dense layer with its bias.
+    """Moments of `activation(x @ hidden) @ output`, each dense layer with its bias, (D, F) and (F, D).
 
-    Assumes that x and the four parameters are mutually independent.
-
-    Args (mean, cov, results and errors are those of `dense`):
-      params: beliefs about the two dense layers, (D, F) and (F, D).
-      activation: "relu", "gelu", or a JAX function of a scalar, such as `jnp.tanh`; or TypeError.
-
-    Source: Transformer derivation, section 4.6.
+    Assumes that x and the four parameters are mutually independent. The activation is as in
+    `activation`, the rest as in `dense`. Source: Transformer derivation, section 4.6.
     """
     return feed_forward_with_carry(mean, cov, params, activation)[:2]
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from moment_jax.covariance import Moments
-from moment_jax.covariance.fields import check_array, check_variances
+from moment_jax.covariance.fields import check_array, check_variances, need
 from moment_jax.covariance.numerics import vector_cov
 from moment_jax.expectations.quadrature import expected
 from moment_jax.linalg import psd_cholesky
@@ -63,11 +63,9 @@ class HeteroscedasticGaussian:
         noise gives its density heavy tails: for one target, the 33 values reach 6 standard deviations of
         the log noise on both sides.
         """
-        if moments.mean.shape[-1] % 2:
-            raise ValueError(
-                "`HeteroscedasticGaussian` needs 2 D outputs of shape (..., 2 D): D means, then D log "
-                f"noise variances. Got {tuple(moments.mean.shape)}."
-            )
+        rule = "2 D outputs of shape (..., 2 D): D means, then D log noise variances"
+        shape = moments.mean.shape
+        need("HeteroscedasticGaussian", shape[-1] % 2 == 0, rule, shape)
         both = (jnp.split(x, 2, axis=-1) for x in (moments.mean, moments.variance))
         (mean, log_noise), (variance, spread) = both
         variance = variance + bounded_exp(log_noise + spread / 2)
@@ -82,9 +80,8 @@ class HeteroscedasticGaussian:
         log_noise, means = jnp.split(moments.mean[..., None, order] + shift, 2, axis=-1)
         rest = root[..., size:, size:]
         known = (rest @ jnp.swapaxes(rest, -1, -2))[..., None, :, :]
-        parts = predictive.GaussianPredictive(
-            means, known + diagonal_matrix(bounded_exp(log_noise))
-        )
+        noise = diagonal_matrix(bounded_exp(log_noise))
+        parts = predictive.GaussianPredictive(means, known + noise)
         weights = jnp.broadcast_to(log_weights, means.shape[:-1])
         return predictive.MixturePredictive(mean, diagonal_matrix(variance), parts, weights)
 
@@ -114,10 +111,9 @@ class Categorical:
         known = moments.variance if moments.cov.entrywise else moments.features
         found = probabilities_with_uncertainty(moments.mean, known, num_points=self.num_points)
         kept = known.ndim == moments.mean.ndim or known.shape[-1] <= MOST_KEPT
-        mean, cov = (jnp.expand_dims(x, moments.mean.ndim - 1) for x in (moments.mean, known))
-        return predictive.CategoricalPredictive(
-            *found, predictive.Logits(mean, cov) if kept else None
-        )
+        parts = (jnp.expand_dims(x, moments.mean.ndim - 1) for x in (moments.mean, known))
+        logits = predictive.Logits(*parts) if kept else None
+        return predictive.CategoricalPredictive(*found, logits)
 
 
 @jax.tree_util.register_dataclass
@@ -143,18 +139,12 @@ Likelihood = Gaussian | HeteroscedasticGaussian | Categorical | Bernoulli
 
 def noise_array(name: str, likelihood: Gaussian, mean: Array) -> Array:
     """The noise as (D,) variances, or as a (D, D) covariance if it was given as one."""
-    if likelihood.noise_variance is None:
-        raise ValueError(
-            f"`{name}` needs Gaussian(noise_variance). Got Gaussian(), whose noise is to be learned: "
-            "use it in mj.Bayesian(network, mj.Gaussian())."
-        )
-    noise = jnp.asarray(likelihood.noise_variance, mean.dtype)
-    size = mean.shape[-1]
-    if noise.shape not in ((), (size,), (size, size)):
-        raise ValueError(
-            f"`{name}` needs Gaussian(noise_variance) with a scalar, ({size},) or ({size}, "
-            f"{size}): the last axis of the mean is {size}. Got {tuple(noise.shape)}."
-        )
+    came = "Gaussian(), whose noise is to be learned"
+    mend = "Use it in mj.Bayesian(network, mj.Gaussian())."
+    need(name, likelihood.noise_variance is not None, "Gaussian(noise_variance)", came, mend)
+    noise, size = jnp.asarray(likelihood.noise_variance, mean.dtype), mean.shape[-1]
+    rule = f"Gaussian(noise_variance) with a scalar, ({size},) or ({size}, {size}) for {size} means"
+    need(name, noise.shape in ((), (size,), (size, size)), rule, noise.shape)
     axes = "d" if noise.ndim == 2 else ""
     check_variances(f"{name}` with `Gaussian(noise_variance)", likelihood.noise_variance, axes)
     return jnp.broadcast_to(noise, (size,)) if noise.ndim == 0 else noise

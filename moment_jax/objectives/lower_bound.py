@@ -4,14 +4,13 @@ import math
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 
 from moment_jax import linalg
-from moment_jax.covariance.fields import check_array, known_values
+from moment_jax.covariance.fields import check_array, known_values, need
 from moment_jax.expectations.quadrature import expected
 from moment_jax.objectives import checks, cubature, likelihoods, predictive
-from moment_jax.objectives.checks import Cov, variances
+from moment_jax.objectives.checks import Cov
 from moment_jax.objectives.likelihoods import Likelihood
 
 _NAME = "expected_log_likelihood"  # for messages
@@ -55,21 +54,20 @@ def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, 
         such as `Diagonal` or `Full`; of a vector (D,), the structure of one token.
 
     Returns:
-      A scalar, the sum over features and tokens. NaN in compiled code where a target is out of range.
+      A scalar, the sum over features and tokens; ValueError or TypeError if an argument is not so. Of a
+      target out of range it is NaN in compiled code.
 
-    Raises:
-      ValueError: if shapes do not fit, or a known target is out of range. TypeError: if the likelihood
-        or the covariance is of another type, or mean or cov is not floating.
-
-    Source: Transformer derivation, Eq. 5, 6 and 13 (with observation noise, and with the trace term of
-    the expected logarithm).
+    Source: Transformer derivation, Eq. 5, 6 and 13, with noise, and the trace of the expected logarithm.
     """
     if isinstance(likelihood, likelihoods.Gaussian):
         return _gaussian(likelihood, jnp.asarray(target), mean, cov)
     if isinstance(likelihood, likelihoods.HeteroscedasticGaussian):
         return _heteroscedastic(jnp.asarray(target), mean, cov)
     if isinstance(likelihood, likelihoods.Categorical):
-        logits_cov = checks.check_one(_NAME, mean, cov)
+        check_array(_NAME, mean)
+        rule = "the logits of one example, of shape (C,)"
+        need(_NAME, mean.ndim == 1, rule, mean.shape, "For a batch, use jax.vmap.")
+        logits_cov = checks.logits_cov(_NAME, mean, cov)
         label = checks.labels_of(_NAME, target, mean)
         num_points = cubature.count_points(likelihood.num_points)
         mean, logits_cov = cubature.wide(mean, logits_cov)
@@ -84,28 +82,24 @@ def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, 
 
 
 def _gaussian(likelihood: likelihoods.Gaussian, target: Array, mean: Array, cov: Cov) -> Array:
-    checks.check_output(_NAME, target, mean, cov)
+    cov = checks.check_output(_NAME, target, mean, cov)
     noise = likelihoods.noise_array(_NAME, likelihood, mean)
     residual = jnp.atleast_2d(target - mean)
     fit = jnp.sum(jax.vmap(predictive.log_normal, (0, None))(residual, noise))
     if noise.ndim == 1:
-        return fit - jnp.sum(variances(mean, cov) / jnp.broadcast_to(noise, mean.shape)) / 2
-    root, blocks = linalg.inverse_root(noise), checks.token_blocks(mean, cov)
-    return fit - jnp.einsum("tde,de->", blocks, linalg.dot(root.T, root)) / 2
+        return fit - jnp.sum(cov.variance() / noise[None]) / 2
+    root = linalg.inverse_root(noise)
+    return fit - jnp.einsum("tde,de->", cov.token_blocks(), linalg.dot(root.T, root)) / 2
 
 
 def _heteroscedastic(target: Array, mean: Array, cov: Cov) -> Array:
     check_array(_NAME, mean)
     size = target.shape[0] if target.ndim == 1 else -1
-    if mean.shape != (2 * size,):
-        raise ValueError(
-            f"`{_NAME}` with HeteroscedasticGaussian needs a target (D,) and 2 D outputs: D means, "
-            f"then D log noise variances. Got {tuple(target.shape)} and {tuple(mean.shape)}. "
-            "For a batch, use jax.vmap."
-        )
-    checks.check_cov(_NAME, tuple(mean.shape), cov)
-    variance = variances(mean, cov)
-    cross = jnp.diagonal(checks.token_blocks(mean, cov)[0], size)
+    rule = "a target (D,) and 2 D outputs: D means, then D log noise variances"
+    came = f"{target.shape} and {mean.shape}"
+    need(_NAME, mean.shape == (2 * size,), rule, came, "For a batch, use jax.vmap.")
+    cov = checks.structure_of(_NAME, mean, cov)
+    variance, cross = cov.variance()[0], jnp.diagonal(cov.token_blocks()[0], size)
     precision = likelihoods.bounded_exp(-mean[size:] + variance[size:] / 2)
     quadratic = precision * ((target - mean[:size] + cross) ** 2 + variance[:size])
     return -0.5 * jnp.sum(math.log(2 * math.pi) + mean[size:] + quadratic)
@@ -114,15 +108,14 @@ def _heteroscedastic(target: Array, mean: Array, cov: Cov) -> Array:
 def _bernoulli(target: Array, mean: Array, cov: Cov) -> Array:
     known = known_values(target)
     target = jnp.asarray(target)
-    checks.check_output(_NAME, target, mean, cov)
-    if known is not None and ((known < 0) | (known > 1)).any():
-        raise ValueError(
-            f"`{_NAME}` with Bernoulli needs targets from 0 to 1. Got {known.min()} to {known.max()}. "
-            "Divide bytes by 255, or use Gaussian."
-        )
+    variance = checks.check_output(_NAME, target, mean, cov).variance().reshape(mean.shape)
+    if known is not None:
+        right, mend = (known >= 0) & (known <= 1), "Divide bytes by 255, or use Gaussian."
+        came = f"{known.min()} to {known.max()}"
+        need(_NAME, right.all(), "targets from 0 to 1", came, mend)
     nan = jnp.asarray(jnp.nan, mean.dtype)
     target = jnp.where((target >= 0) & (target <= 1), target, nan)
-    return jnp.sum(target * mean - expected(jax.nn.softplus, mean, variances(mean, cov)))
+    return jnp.sum(target * mean - expected(jax.nn.softplus, mean, variance))
 
 
 def elbo(
@@ -132,8 +125,8 @@ def elbo(
     """The ELBO of the whole data set, |D|/N sum_n E_q[log p(y_n | f_n)] - kl_weight KL, in nats.
 
     Its average over all mini-batches of equal size is the full ELBO. As printed, Eq. 6 and 13 count the
-    KL once for every data point, or leave the data term of a mini-batch unscaled. Divide the result by
-    `dataset_size` for the ELBO per example, which is of order one.
+    KL once for every data point, or leave the data term of a mini-batch unscaled. Over `dataset_size` it
+    is the ELBO per example.
 
     Args:
       expected_log_likelihoods: (N,), one per example of the mini-batch, N at least 1.
@@ -142,43 +135,26 @@ def elbo(
         `kl_weight`.
       kl_weight: 1 for the bound itself; below 1 for warm-up (`kl_warmup`) or a cold posterior, a scalar.
 
-    Raises:
-      ValueError: if an argument is not so, or a known kl_weight is negative.
-
-    Source: Transformer derivation, Eq. 5, 6 and 13.
+    ValueError if an argument is not so, or negative. Source: Transformer derivation, Eq. 5, 6 and 13.
 
     >>> float(elbo(jnp.array([-1.0, -3.0]), 5.0, dataset_size=10))
     -25.0
     """
     check_array("elbo", expected_log_likelihoods)
     shape = tuple(expected_log_likelihoods.shape)
-    if len(shape) != 1 or shape[0] == 0:
-        raise ValueError(
-            "`elbo` needs expected_log_likelihoods of shape (N,), one per example. Got "
-            f"{shape}. Use jax.vmap(expected_log_likelihood) for a batch."
-        )
+    rule = "expected_log_likelihoods of shape (N,), one per example"
+    mend = "Use jax.vmap(expected_log_likelihood) for a batch."
+    need("elbo", len(shape) == 1 and shape[0], rule, shape, mend)
     known = known_values(dataset_size)
-    if known is not None and known < shape[0]:
-        raise ValueError(
-            f"`elbo` needs dataset_size of at least the {shape[0]} examples of the mini-batch. Got "
-            f"{dataset_size}. It is the number of examples in the whole data set."
-        )
-    if jnp.ndim(kl) or jnp.ndim(kl_weight):
-        raise ValueError(
-            f"`elbo` needs kl and kl_weight as scalars. Got {jnp.shape(kl)} and {jnp.shape(kl_weight)}. "
-            "Sum the divergences, as model.kl() does."
-        )
-    check_weight("elbo", "kl_weight", kl_weight)
+    rule = f"dataset_size of at least the {shape[0]} examples of the mini-batch"
+    mend = "It is the number of examples in the whole data set."
+    need("elbo", known is None or known >= shape[0], rule, dataset_size, mend)
+    shapes, mend = (jnp.shape(kl), jnp.shape(kl_weight)), "Sum the divergences, as model.kl() does."
+    need("elbo", not any(shapes), "kl and kl_weight as scalars", "{} and {}".format(*shapes), mend)
+    known, mend = known_values(kl_weight), "Use 1 for the ELBO, or less for a cold posterior."
+    need("elbo", known is None or known >= 0, "kl_weight >= 0", known, mend)
     kl = jnp.asarray(kl, expected_log_likelihoods.dtype)
     return dataset_size * jnp.mean(expected_log_likelihoods) - jnp.asarray(kl_weight, kl.dtype) * kl
-
-
-def check_weight(name: str, argument: str, value: Array | float) -> None:
-    """Raise if a weight is known and negative."""
-    known = known_values(value)
-    if known is not None and (known < 0).any():
-        less = "Use 1 for the ELBO, or less for a cold posterior."
-        raise ValueError(f"`{name}` needs {argument} >= 0. Got {known}. {less}")
 
 
 def kl_warmup(step: Array | int, num_steps: int, final: float = 1.0) -> Array:
@@ -186,9 +162,6 @@ def kl_warmup(step: Array | int, num_steps: int, final: float = 1.0) -> Array:
 
     With `num_steps` 0 it is `final` at once. ValueError if num_steps or final is negative.
     """
-    if num_steps < 0:
-        raise ValueError(f"`kl_warmup` needs num_steps >= 0. Got {num_steps}.")
-    check_weight("kl_warmup", "final", final)
-    if num_steps == 0:
-        return jnp.asarray(final)
-    return jnp.asarray(optax.linear_schedule(0.0, final, num_steps)(step))
+    right, came = num_steps >= 0 and final >= 0, f"{num_steps}, {final}"
+    need("kl_warmup", right, "num_steps >= 0, final >= 0", came)
+    return final * jnp.clip(step / num_steps, 0, 1) if num_steps else jnp.asarray(final)

@@ -6,7 +6,6 @@ NaN, as they are of a NaN prediction.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.scipy import special, stats
 
-from moment_jax.covariance.fields import check_array, register_fields
+from moment_jax.covariance.fields import check_array, need, register_fields
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.linalg import inverse_root
 from moment_jax.objectives.checks import labels_of, of_label, over_batch
@@ -76,8 +75,7 @@ class CategoricalPredictive:
         """Log probability of several labels (..., L) of one input together, (...), in nats.
 
         All of them see the same weights: log E[prod_l softmax(f)_l] over the logits f, by 2,048 points.
-        Taken apart, `log_prob` counts what the weights do not know once for each label. ValueError for
-        labels out of range, or for more than 32 classes but in `Diagonal`.
+        ValueError for labels out of range, or for more than 32 classes but in `Diagonal`.
         """
         if self.logits is None:
             raise ValueError(
@@ -86,12 +84,9 @@ class CategoricalPredictive:
             )
         labels, (*lead, size) = jnp.asarray(labels), self.log_probs.shape
         each = (*lead, *labels.shape[-1:], size)
-        labels = labels_of(
-            "joint_log_prob", labels, jnp.broadcast_to(self.log_probs[..., None, :], each)
-        )
-        flat = jax.tree.map(
-            lambda x: x.reshape(-1, *x.shape[len(lead) :]), (labels, *wide(*self.logits))
-        )
+        scores = jnp.broadcast_to(self.log_probs[..., None, :], each)
+        known = labels_of("joint_log_prob", labels, scores), *wide(*self.logits)
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(lead) :]), known)
         return jax.lax.map(lambda x: _together(*x), flat, batch_size=64).reshape(lead)
 
     def sample(self, key: Array) -> Array:
@@ -169,8 +164,7 @@ class GaussianPredictive:
 
     def interval(self, level: float = 0.9) -> tuple[Array, Array]:
         """The central interval that holds each target with this probability, (..., D) each."""
-        if not 0 < level < 1:
-            raise ValueError(f"`interval` needs a level between 0 and 1. Got {level}.")
+        need("interval", 0 < level < 1, "a level between 0 and 1", level)
         return self.quantile(0.5 - level / 2), self.quantile(0.5 + level / 2)
 
     def log_prob(self, y: Array) -> Array:
@@ -222,8 +216,8 @@ class MixturePredictive(GaussianPredictive):
 def averaged(predictions: Sequence[Any]) -> Any:
     """The equal mixture of predictive distributions of one kind and shape.
 
-    Of classes it is one of their kind again: probabilities are averaged, and what the parts disagree on
-    is `epistemic`. Of real values it is a `MixturePredictive`.
+    Of classes it is one of their kind again, in which what the parts disagree on is `epistemic`. Of real
+    values it is a `MixturePredictive`.
     """
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *predictions)
     if isinstance(stacked, GaussianPredictive):
@@ -273,11 +267,8 @@ def _fitting(y: Array, like: Array) -> Array:
     y = jnp.asarray(y)
     if y.shape == like.shape[:-1] and like.shape[-1] == 1:
         y = y[..., None]
-    if y.shape != like.shape:
-        raise ValueError(
-            f"`log_prob` needs targets of the shape of their predictions, {tuple(like.shape)}. Got "
-            f"{tuple(y.shape)}."
-        )
+    rule = f"targets of the shape of their predictions, {like.shape}"
+    need("log_prob", y.shape == like.shape, rule, y.shape)
     return y
 
 
@@ -306,14 +297,8 @@ def expected_calibration_error(probabilities: Array, labels: Array, num_bins: in
 
     Confidence is the probability of the most probable class, bins are ((b-1) / num_bins, b / num_bins].
     """
+    need("expected_calibration_error", num_bins >= 1, "num_bins >= 1", num_bins)
     labels = _checked_labels("expected_calibration_error", probabilities, labels)
-    if num_bins < 1:
-        raise ValueError(f"`expected_calibration_error` needs num_bins >= 1. Got {num_bins}.")
-    return _calibration_error(probabilities, labels, num_bins)
-
-
-@functools.partial(inlined, static_argnums=2)
-def _calibration_error(probabilities: Array, labels: Array, num_bins: int) -> Array:
     hits = _hits(probabilities, labels)
     (probabilities,) = wide(probabilities)  # sums of many examples are none in bfloat16
     confidence = jnp.max(probabilities, axis=1)
@@ -333,9 +318,6 @@ def _hits(probabilities: Array, labels: Array) -> Array:
 def _checked_labels(name: str, probabilities: Array, labels: Array) -> Array:
     """Raise unless they are labels (N,) of probabilities (N, C)."""
     check_array(name, probabilities)
-    if probabilities.ndim != 2 or len(probabilities) == 0:
-        raise ValueError(
-            f"`{name}` needs probabilities (N, C) of at least one example. Got "
-            f"{tuple(probabilities.shape)}. Flatten batch axes into one."
-        )
+    shape, rule = probabilities.shape, "probabilities (N, C) of at least one example"
+    need(name, len(shape) == 2 and shape[0], rule, shape, "Flatten batch axes into one.")
     return labels_of(name, labels, probabilities)

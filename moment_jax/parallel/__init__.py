@@ -1,7 +1,7 @@
 """Meshes of devices, and the shardings of parameters, batches and moments on them.
 
 The transforms are compiled for the shardings of their inputs, and the compiler adds the communication
-(GSPMD). The axis `data` splits batches and optionally rows of parameters (FSDP), and `model` splits
+(GSPMD). The axis `data` splits batches and rows of parameters (FSDP), and `model` splits
 heads, hidden features and vocabularies.
 """
 

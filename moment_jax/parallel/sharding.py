@@ -12,6 +12,7 @@ from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from moment_jax.covariance import Covariance
+from moment_jax.covariance.fields import need
 
 S = TypeVar("S", bound=Covariance)
 Path = Sequence[Any]
@@ -35,41 +36,27 @@ def make_mesh(
     Args:
       data: number of devices that split batches; None for all that are left.
       model: number of devices that split heads, hidden features and vocabularies.
-      devices: None for all devices of all processes.
-
-    Raises:
-      ValueError: if the axes do not multiply to the number of devices.
-
-    >>> make_mesh(1, 1, devices=jax.devices()[:1]).shape["data"]
-    1
+      devices: None for all devices of all processes; ValueError if there are not data * model.
     """
     devices = jax.devices() if devices is None else list(devices)
     count = len(devices)
     rows = count // model if data is None and model >= 1 else data
-    if model < 1 or rows is None or rows < 1 or rows * model != count:
-        raise ValueError(
-            f"`make_mesh` needs data * model == {count}, the number of devices. Got data={data}, "
-            f"model={model}. Give fewer by devices=jax.devices()[:n]."
-        )
-    return jax.make_mesh(
-        (rows, model), (DATA, MODEL), devices=devices, axis_types=(AxisType.Auto,) * 2
-    )
+    right = rows and rows > 0 and model > 0 and rows * model == count
+    rule, came = f"data * model == {count}, the number of devices", f"data={data}, model={model}"
+    need("make_mesh", right, rule, came, "Give fewer by devices=jax.devices()[:n].")
+    shape: Any = rows, model
+    kinds = AxisType.Auto, AxisType.Auto
+    return jax.make_mesh(shape, (DATA, MODEL), devices=devices, axis_types=kinds)
 
 
 def shard_batch(batch: Any, mesh: Mesh) -> Any:
-    """The arrays (B, ...) of a pytree, with their leading axis split over `data`.
-
-    Raises:
-      ValueError: if the number of devices along `data` does not divide B.
-    """
+    """The arrays (B, ...) of a pytree, split over `data`, whose number must divide B; or ValueError."""
     count = mesh.shape[DATA]
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if leaf.ndim == 0 or leaf.shape[0] % count:
-            where = jax.tree_util.keystr(path) or "batch"
-            raise ValueError(
-                f"`shard_batch` needs a leading axis that the {count} devices along data divide. Got "
-                f"{tuple(leaf.shape)} at {where}. Take batches of a multiple of {count}."
-            )
+        rule = f"a leading axis that the {count} devices along data divide"
+        came = f"{leaf.shape} at {jax.tree_util.keystr(path) or 'batch'}"
+        right, mend = leaf.ndim and leaf.shape[0] % count == 0, f"Take a multiple of {count}."
+        need("shard_batch", right, rule, came, mend)
     return jax.device_put(batch, NamedSharding(mesh, PartitionSpec(DATA)))
 
 
@@ -96,36 +83,25 @@ def constrain(mean: Array, cov: S, mesh: Mesh) -> tuple[Array, S]:
     For use inside `jit`, on a mesh of `make_mesh` whose axes divide B and D.
     """
     specs = PartitionSpec(DATA, None, MODEL), moment_specs(cov)
-    constrained: tuple[Array, S] = jax.tree.map(
-        lambda leaf, spec: jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec)),
-        (mean, cov),
-        specs,
-    )
+    places = jax.tree.map(partial(NamedSharding, mesh), specs)
+    constrained: tuple[Array, S] = jax.lax.with_sharding_constraint((mean, cov), places)
     return constrained
 
 
 # -- parameters, by the names of their layers ----------------------------------------------------------
 
 
-def partition_spec(
-    path: Path, shape: tuple[int, ...], sizes: Mapping[str, int], *, fsdp: bool = True
-) -> PartitionSpec:
-    """The sharding of a parameter, by the names on its path.
+def partition_spec(path: Path, shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:
+    """The sharding of a parameter of this path, as in `nnx.to_flat_state`, on a mesh of these sizes.
 
     Over `model`, kernels of queries, keys, values and hidden layers are split by outputs, those of
-    output layers by inputs, embedding tables by rows, and Flax's attention kernels by heads. With `fsdp`
-    the other axis is split over `data`. Position tables, all rows of which are used at once, are split
-    by features. Arrays of one kernel axis (a bias, the variances of `OutputShared`, the bases of
+    output layers by inputs, embedding tables by rows, and Flax's attention kernels by heads; the other
+    axis is split over `data` (FSDP). Position tables, all rows of which are used at once, are split by
+    features. Arrays of one kernel axis (a bias, the variances of `OutputShared`, the bases of
     `KroneckerEigen`) follow that axis. An axis that its devices do not divide is not split, and arrays
     without a rule are replicated. Stacked blocks (`scan=True`) are split below their first axis. The
     parameters of a belief follow the plain network's array, and the leaves of an optimizer's state their
     parameters.
-
-    Args:
-      path: names and indices from the module to the array, as in `nnx.to_flat_state`.
-      shape: of the array.
-      sizes: mesh axis -> number of devices.
-      fsdp: split the parameters over `data` too.
 
     >>> tuple(partition_spec(("query", "kernel", "mean"), (8, 4, 2), {"data": 2, "model": 4}))
     ('data', 'model', None)
@@ -139,8 +115,6 @@ def partition_spec(
     axes: tuple[str | None, ...] = ()
     if array is not None:
         rows, columns = _kernel_axes(names, array)
-        if not fsdp:
-            rows, columns = (None if axis == DATA else axis for axis in (rows, columns))
         by_name = {"in_basis": (rows, None), "out_basis": (columns, None)}
         by_rank: dict[int, tuple[str | None, ...]] = {1: (columns,), 2: (rows, columns)}
         if splits_outputs:  # Flax's (features, heads, width)
@@ -170,27 +144,23 @@ def _kernel_axes(names: Sequence[str], array: str) -> tuple[str | None, str | No
     return DATA, None
 
 
-def shardings(module: nnx.Module, mesh: Mesh, *, fsdp: bool = True) -> dict[Path, NamedSharding]:
+def shardings(module: nnx.Module, mesh: Mesh) -> dict[Path, NamedSharding]:
     """The sharding of every variable of a module or an optimizer, by path; see `partition_spec`."""
     sizes, found = dict(mesh.shape), dict[Path, NamedSharding]()
     for path, variable in nnx.to_flat_state(nnx.state(module)):
         value = variable.get_value()
-        if isinstance(value, jax.Array) and not jax.dtypes.issubdtype(
-            value.dtype, jax.dtypes.prng_key
-        ):
-            found[path] = NamedSharding(mesh, partition_spec(path, value.shape, sizes, fsdp=fsdp))
+        dtype = getattr(value, "dtype", None)
+        if isinstance(value, jax.Array) and not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+            found[path] = NamedSharding(mesh, partition_spec(path, value.shape, sizes))
     return found
 
 
-def shard(module: nnx.Module, mesh: Mesh, *, fsdp: bool = True) -> None:
-    """Place the variables of a module or an optimizer as `shardings` says, in place.
+def shard(module: nnx.Module, mesh: Mesh) -> None:
+    """Place the variables of a module as `shardings` says, in place, on a mesh of `make_mesh`.
 
-    Args:
-      module: plain, or an `mj.Bayesian`; or an optimizer, after the module that it optimises.
-      mesh: from `make_mesh`.
-      fsdp: split the parameters over `data` as well as `model`.
+    The module is plain, or an `mj.Bayesian`; or an optimizer, after the module that it optimises.
     """
-    places = shardings(module, mesh, fsdp=fsdp)
+    places = shardings(module, mesh)
     state = nnx.state(module)
     for path, variable in nnx.to_flat_state(state):
         if path in places:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance.fields import register_fields
+from moment_jax.covariance.fields import need, register_fields
 
 
 @register_fields
@@ -21,13 +21,7 @@ class GaussianPrior:
     """Prior N(mean, variance) of the entries of one array of weights, independent of each other.
 
     Mean and variance, which is assumed positive, are scalars or arrays that broadcast to the shape of
-    the weights. Both are differentiable, so the prior can be learned (empirical Bayes). `kl` casts them
-    to the dtype of the belief.
-
-    >>> from moment_jax.posterior import Factorized
-    >>> belief = Factorized(jnp.zeros((2, 3)), jnp.full((2, 3), 4.0))
-    >>> print(f"{belief.kl(GaussianPrior(variance=4.0)):.3f}")
-    0.000
+    the weights. Both are differentiable, so the prior can be learned (empirical Bayes).
     """
 
     mean: Array | float = 0.0
@@ -43,9 +37,8 @@ class Posterior(abc.ABC):
     dtype of the arrays given.
 
     `noise_variance`, `noise_block`, `input_metric`, `rows` and `transpose` are for kernels (in, out), as
-    `matrix` makes them, `vector_cov` is for biases and gains (D,). They take one belief: for a stack of
-    beliefs use `jax.vmap`. A subclass defines them by the methods of the same names with an
-    underscore, whose arguments have been checked.
+    `matrix` makes them, `vector_cov` is for biases and gains (D,). They take one belief: for a stack use
+    `jax.vmap`. A subclass defines those with an underscore, whose arguments have been checked.
     """
 
     uncorrelated: ClassVar[bool] = True
@@ -73,9 +66,9 @@ class Posterior(abc.ABC):
     def sample(self, key: Array) -> Array:
         """One draw, of the mean's shape, exact and reparametrised.
 
-        The draw is mean + root(Cov) z with the symmetric square root and z = normal(key, shape), so
-        families that hold the same covariance draw the same weights from the same key. Gradients to the
-        covariance are zero along directions without variance, where the root has no finite derivative.
+        It is mean + root(Cov) z with the symmetric square root and z = normal(key, shape), so families
+        that hold the same covariance draw the same weights. Gradients to the covariance are zero along
+        directions without variance, where the root has no finite derivative.
         """
 
     @abc.abstractmethod
@@ -87,8 +80,7 @@ class Posterior(abc.ABC):
         """KL(self || prior) in nats, in closed form, summed over all entries: a scalar.
 
         It is +inf, never NaN, where the belief is singular (for a dense covariance: where it has no
-        Cholesky factor). Gradients to the belief and to the prior's mean and variance are right
-        wherever the variance is positive.
+        Cholesky factor). Gradients are right wherever the variance is positive.
         """
 
     # -- kernels (in, out) ------------------------------------------------------------------------
@@ -100,13 +92,10 @@ class Posterior(abc.ABC):
         never negative. Assumes that x is independent of w and that its features are uncorrelated.
         """
         self._check_kernel("noise_variance")
-        if mean.shape[-1:] != self.shape[:1] or variance.shape != mean.shape:
-            raise ValueError(
-                f"`{type(self).__name__}.noise_variance(mean, variance)` needs two arrays of one shape "
-                f"(..., in) with in == {self.shape[0]}. Got {tuple(mean.shape)} and "
-                f"{tuple(variance.shape)}. To give each mean its variance, use jnp.broadcast_to or "
-                "jnp.zeros_like(mean)."
-            )
+        right = mean.shape[-1:] == self.shape[:1] and variance.shape == mean.shape
+        rule = f"two arrays of one shape (..., in) with in == {self.shape[0]}"
+        mend = "To give each mean its variance, use jnp.broadcast_to or jnp.zeros_like(mean)."
+        self._need("noise_variance", right, rule, f"{mean.shape} and {variance.shape}", mend)
         return self._noise_variance(mean, variance)
 
     def noise_block(self, moment: Array) -> Array:
@@ -116,28 +105,18 @@ class Posterior(abc.ABC):
         sum_ij moment_ij Cov[w_io, w_jp], (..., out, out). Assumes that x and y are independent of w.
         """
         self._check_kernel("noise_block")
-        if moment.shape[-2:] != (self.shape[0], self.shape[0]):
-            raise ValueError(
-                f"`{type(self).__name__}.noise_block(moment)` needs a moment (..., in, in) with "
-                f"in == {self.shape[0]}. Got {tuple(moment.shape)}. Move the two feature axes last."
-            )
+        right, mend = moment.shape[-2:] == 2 * self.shape[:1], "Move the two feature axes last."
+        rule = f"a moment (..., in, in) with in == {self.shape[0]}"
+        self._need("noise_block", right, rule, moment.shape, mend)
         return self._noise_block(moment)
 
     def input_metric(self) -> Array:
-        """sum_o Cov[w_io, w_jo]: its diagonal (in,) where it is diagonal, else (in, in).
-
-        x^T metric y is the covariance that the randomness of this kernel w adds between x @ w and
-        y @ w, summed over the outputs.
-        """
+        """sum_o Cov[w_io, w_jo]: its diagonal (in,) where it is diagonal, else (in, in)."""
         self._check_kernel("input_metric")
         return self._input_metric()
 
     def rows(self, indices: Array) -> Posterior:
-        """The belief about these distinct rows (N,) of a kernel, such as those of an embedding table.
-
-        It is about a (N, out) kernel, of the same family. A repeated row would count as two independent
-        rows in families of independent entries.
-        """
+        """The belief about these rows (N,), (N, out); repeated ones would count as independent."""
         self._check_kernel("rows")
         return self._rows(indices)
 
@@ -150,25 +129,22 @@ class Posterior(abc.ABC):
 
     def vector_cov(self) -> Array:
         """Covariance of a vector: (D,) variances where its entries are independent, else (D, D)."""
-        cov = self._vector_cov() if len(self.shape) == 1 else None
-        if cov is None:
-            raise ValueError(
-                f"`{type(self).__name__}.vector_cov` needs a belief about a bias or a gain (D,). Got "
-                f"{tuple(self.shape)}. Use Point, Factorized or FullNormal; for a stack of vectors, "
-                "jax.vmap over the belief."
-            )
+        cov: Any = self._vector_cov() if len(self.shape) == 1 else None
+        mend = "Use Point, Factorized or FullNormal; of a stack, jax.vmap over the belief."
+        rule = "a belief about a bias or a gain (D,)"
+        self._need("vector_cov", cov is not None, rule, self.shape, mend)
         return cov
 
     # -- what a family defines ----------------------------------------------------------------------
 
+    def _need(self, method: str, right: bool, rule: str, came: Any, mend: str) -> None:
+        need(f"{type(self).__name__}.{method}", right, rule, came, mend)
+
     def _check_kernel(self, method: str) -> None:
         """Raise unless the belief is about one kernel (in, out)."""
-        if len(self.shape) != 2:
-            raise ValueError(
-                f"`{type(self).__name__}.{method}` needs a belief about a kernel of shape (in, out). "
-                f"Got {tuple(self.shape)}. For a stack of kernels, use jax.vmap over the belief; for a "
-                "kernel of more axes, its `matrix`."
-            )
+        mend = "Of a stack, use jax.vmap over the belief; of a kernel of more axes, its `matrix`."
+        rule = "a belief about a kernel of shape (in, out)"
+        self._need(method, len(self.shape) == 2, rule, self.shape, mend)
 
     @abc.abstractmethod
     def _noise_variance(self, mean: Array, variance: Array) -> Array: ...
@@ -191,28 +167,21 @@ class Posterior(abc.ABC):
 
 
 def divergence(prior: GaussianPrior, mean: Array, variance: Array, log_variance: Array) -> Array:
-    """KL(N(mean, Cov) || prior), a scalar, for any covariance of the entries.
+    """KL(N(mean, Cov) || prior), a scalar, for any covariance: derivation, Eq. 12, extended.
 
-    The prior's entries are independent, so only the diagonal and the log-determinant of Cov matter.
-    The latter is passed as one term per entry, so that large terms cancel before they are summed: for
-    independent entries the log of each variance; -inf where Cov is singular.
-
-    Source: Transformer derivation, Eq. 12, extended to any prior and covariance.
+    The log-determinant of Cov is passed as one term per entry, so that large terms cancel before they
+    are summed: for independent entries the log of each variance; -inf where Cov is singular.
     """
-    if not isinstance(prior, GaussianPrior):
-        raise TypeError(
-            f"`kl(prior)` needs a GaussianPrior. Got {type(prior).__name__}. "
-            "For a variance s, use GaussianPrior(variance=s)."
-        )
+    right, came = isinstance(prior, GaussianPrior), type(prior).__name__
+    mend = "For a variance s, use GaussianPrior(variance=s)."
+    need("kl(prior)", right, "a GaussianPrior", came, mend, TypeError)
     given = [jnp.asarray(x, jnp.result_type(mean, 0.0)) for x in (prior.mean, prior.variance)]
     try:
         prior_mean, prior_variance = (jnp.broadcast_to(x, mean.shape) for x in given)
     except ValueError:
-        raise ValueError(
-            "`kl(prior)` needs a prior mean and variance that broadcast to the shape of the weights, "
-            f"{tuple(mean.shape)}. Got {given[0].shape} and {given[1].shape}. Use scalars, or arrays of "
-            "that shape."
-        ) from None
+        rule = f"a prior mean and variance that broadcast to the shape of the weights, {mean.shape}"
+        came = f"{given[0].shape} and {given[1].shape}"
+        need("kl(prior)", False, rule, came, "Use scalars, or arrays of that shape.")
     squares = (variance + (mean - prior_mean) ** 2) / prior_variance
     return 0.5 * jnp.sum(squares - 1 - (log_variance - jnp.log(prior_variance)))
 
@@ -230,12 +199,13 @@ def kernel_shape(shape: tuple[int, ...], outputs: tuple[int, ...]) -> tuple[int,
     return (*stack, *next((cut for cut in cuts if cut[1:] == outputs[-1:]), cuts[-1]))
 
 
+def is_belief(leaf: Any) -> bool:
+    """For `is_leaf=` of `jax.tree`."""
+    return isinstance(leaf, Posterior)
+
+
 def mean_params(params: Any) -> Any:
     """The same pytree with the mean of every belief in its place."""
-
-    def is_belief(leaf: Any) -> bool:
-        return isinstance(leaf, Posterior)
-
     return jax.tree.map(lambda x: x.mean if is_belief(x) else x, params, is_leaf=is_belief)
 
 
@@ -244,20 +214,14 @@ def sample_params(params: Any, key: Array) -> Any:
 
     The tree is any with `Posterior` leaves, such as `EncoderBlockParams`. Beliefs are drawn
     independently of each other. Other leaves and None are returned unchanged.
-
-    >>> import moment_jax as mj
-    >>> kernel = mj.posterior.Factorized(jnp.zeros((2, 3)), jnp.ones((2, 3)))
-    >>> draw = sample_params(mj.DenseParams(kernel, bias=None), jax.random.key(0))
-    >>> draw.kernel.shape, draw.bias
-    ((2, 3), None)
     """
-    leaves, treedef = jax.tree.flatten(params, is_leaf=lambda leaf: isinstance(leaf, Posterior))
+    leaves, treedef = jax.tree.flatten(params, is_leaf=is_belief)
     keys = jax.random.split(key, max(len(leaves), 1))
     # Beliefs of one family and shape are drawn in one batch, each with its own key: one random number
     # generator per leaf of a deep network would take minutes to compile.
     alike: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Posterior):
+        if is_belief(leaf):
             arrays, structure = jax.tree.flatten(leaf)
             kind = (structure, *((jnp.shape(a), jnp.result_type(a)) for a in arrays))
             alike.setdefault(kind, []).append(i)

@@ -13,10 +13,7 @@ from jax import Array
 
 
 def proposition1(mean_a: Array, mean_b: Array) -> Array:
-    """E[a b] = E[a] E[b], (T, Q), for independent a (T, P) and b (P, Q).
-
-    Source: Transformer derivation, Prop. 1, Eq. 8.
-    """
+    """E[a b] = E[a] E[b], (T, Q), for independent a (T, P) and b (P, Q): Prop. 1, Eq. 8."""
     return mean_a @ mean_b
 
 
@@ -47,12 +44,8 @@ def proposition3(mean: Array, cov: Array) -> Array:
 
     Source: Transformer derivation, Prop. 3, Eq. 11.
     """
-
-    def jacobian(row: Array) -> Array:
-        phi = jax.nn.softmax(row)
-        return jnp.diag(phi) - phi[:, None] * phi[None, :]
-
-    jacobians = jax.vmap(jacobian)(mean)  # [a, i, j]
+    phi, one = jax.nn.softmax(mean, axis=1), jnp.eye(mean.shape[1], dtype=mean.dtype)
+    jacobians = phi[:, :, None] * (one[None] - phi[:, None, :])  # [a, i, j]
     return jnp.einsum("aij,bkl,ajbl->aibk", jacobians, jacobians, cov)
 
 

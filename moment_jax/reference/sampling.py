@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 from numpy.typing import ArrayLike
 
+from moment_jax.covariance.fields import need
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.posterior import sample_params
 from moment_jax.xla import diagonal_of
@@ -71,42 +72,30 @@ def monte_carlo(
     Mean and variance are unbiased, in the dtype of the output (the default floating-point type if that
     is boolean or integer). Draw i has the key `fold_in(key, i)`, so up to rounding the estimate does not
     depend on the batch size. Standard errors assume only finite fourth moments: those of variance and
-    standard deviation use the sampled fourth central moment, not the Gaussian formula.
+    standard deviation use the sampled fourth central moment. Source: Transformer derivation, Eq. 1, 7.
 
     Args:
       fn: a function of one draw of the parameters (arrays in place of beliefs) that returns one array
-        of any shape; it is vmapped.
+        of any shape, or TypeError; it is vmapped.
       params: any pytree with `Posterior` leaves.
       key: a JAX random key.
-      num_samples: number of draws, at least 2 (static).
+      num_samples: number of draws, at least 2, or ValueError (static).
       batch_size: draws evaluated, and in memory, at a time (static).
       covariance: also estimate the (n, n) covariance of all n entries of the output.
-
-    Raises:
-      ValueError: if num_samples < 2 or batch_size < 1. TypeError: if `fn` does not return one array.
-
-    Source: Transformer derivation, Eq. 1 and 7 (its Monte Carlo estimates).
 
     >>> import moment_jax as mj
     >>> belief = mj.posterior.Factorized(jnp.ones(2), jnp.array([0.0, 4.0]))
     >>> truth = mj.monte_carlo(lambda draw: draw, belief, jax.random.key(0), 1000)
     >>> print(truth.mean[0], truth.standard_deviation[0])  # the first entry is certain
     1.0 0.0
-    >>> bool(abs(truth.standard_deviation[1] - 2) < 4 * truth.sd_error[1])
-    True
     """
     num_samples, batch_size = operator.index(num_samples), operator.index(batch_size)
-    if num_samples < 2 or batch_size < 1:
-        raise ValueError(
-            "`monte_carlo(fn, params, key, num_samples)` needs num_samples >= 2, for a variance needs "
-            f"two draws, and batch_size >= 1. Got {num_samples} and {batch_size}."
-        )
+    right, came = num_samples >= 2 and batch_size >= 1, f"{num_samples} and {batch_size}"
+    need("monte_carlo", right, "num_samples >= 2, for a variance, and batch_size >= 1", came)
     output = jax.eval_shape(lambda k: fn(sample_params(params, k)), key)
-    if not hasattr(output, "shape"):
-        raise TypeError(
-            "`monte_carlo(fn, params, key, num_samples)` needs an fn that returns one array. Got "
-            f"{type(output).__name__}. Pick one output, as in lambda params: fn(params)[0]."
-        )
+    right, came = hasattr(output, "shape"), type(output).__name__
+    mend = "Pick one output, as in lambda params: fn(params)[0]."
+    need("monte_carlo", right, "an fn that returns one array", came, mend, TypeError)
     dtype = jnp.result_type(output.dtype, 0.0)
     # Batches of equal size; surplus draws of the last one are not counted.
     num_batches = -(-num_samples // batch_size)
@@ -151,11 +140,6 @@ class _Sums(NamedTuple):
     mixed: Array  # sum x_i^2 x_j
     squares: Array  # sum x_i^2 x_j^2
 
-    @property
-    def joint(self) -> bool:
-        """Whether the sums are of all pairs."""
-        return self.product.ndim == 2
-
     @classmethod
     def of(cls, x: Array, joint: bool) -> _Sums:
         """The sums over these draws."""
@@ -171,12 +155,13 @@ class _Sums(NamedTuple):
         An unbiased sample covariance has the variance
         (mu22 - mu11^2) / n + (mu20 mu02 + mu11^2) / (n (n - 1)).
         """
+        joint = self.product.ndim == 2
 
         def pairs(x: Array) -> tuple[Array, Array]:
-            return (x[:, None], x[None, :]) if self.joint else (x, x)
+            return (x[:, None], x[None, :]) if joint else (x, x)
 
         a, b = pairs(self.first / n)  # the means of x_i and x_j, about which the moments are
-        mu20, mu02 = pairs((diagonal_of(self.product) if self.joint else self.product) / n)
+        mu20, mu02 = pairs((diagonal_of(self.product) if joint else self.product) / n)
         mu11 = self.product / n
         mu22 = self.squares / n - 2 * b * self.mixed / n - 2 * a * self.mixed.T / n
         mu22 = mu22 + b**2 * mu20 + a**2 * mu02 + 4 * a * b * mu11 - 3 * a**2 * b**2

@@ -27,35 +27,23 @@ def dense_moments(belief: Posterior) -> DenseMoments:
     """Mean and dense covariance of a belief: (in, out, in, out) for a kernel, (D, D) for a vector.
 
     This is the derivation's covariance of the vectorised parameter, in the library's index order.
-
-    Raises:
-      TypeError: if the family has no dense form here.
-
     Source: Transformer derivation, sections 2 and 5 (which print standard deviations in the diagonal
     blocks, where variances are meant).
     """
     if isinstance(belief, posterior.FullNormal):
-        cov = belief.cov
-    elif isinstance(belief, posterior.KroneckerEigen):
-        cov = belief.dense_cov()
-    elif isinstance(belief, posterior.Point | posterior.Factorized | posterior.OutputShared):
-        cov = jnp.diag(belief.marginal_variance().ravel()).reshape(2 * belief.shape)
-    else:
-        raise TypeError(
-            f"`dense_moments` knows no family {type(belief).__name__}. Use one of "
-            "moment_jax.posterior."
-        )
-    return DenseMoments(belief.mean, cov)
+        return DenseMoments(belief.mean, belief.cov)
+    if isinstance(belief, posterior.KroneckerEigen):
+        return DenseMoments(belief.mean, belief.dense_cov())
+    if not getattr(belief, "uncorrelated", False):
+        name = type(belief).__name__
+        raise TypeError(f"`dense_moments` knows no family {name}. Use one of moment_jax.posterior.")
+    variance = belief.marginal_variance().ravel()
+    return DenseMoments(belief.mean, jnp.diag(variance).reshape(2 * belief.shape))
 
 
 def dense(mean: Array, cov: Array, params: layers.DenseParams) -> DenseMoments:
-    """Moments of x @ kernel + bias, (T, O). Exact for independent x, kernel and bias.
-
-    Source: Transformer derivation, section 4.2.
-    """
-    kernel = dense_moments(params.kernel)
-    out_mean = propositions.proposition1(mean, kernel.mean)
-    out_cov = propositions.proposition2(mean, cov, kernel.mean, kernel.cov)
+    """Moments of x @ kernel + bias, (T, O), all independent, exact: derivation, section 4.2."""
+    out_mean, out_cov = _product(DenseMoments(mean, cov), dense_moments(params.kernel))
     if params.bias is not None:
         bias = dense_moments(params.bias)
         out_mean = out_mean + bias.mean[None, :]
@@ -64,10 +52,7 @@ def dense(mean: Array, cov: Array, params: layers.DenseParams) -> DenseMoments:
 
 
 def softmax(mean: Array, cov: Array) -> DenseMoments:
-    """First-order moments of the softmax of every row, (T, C).
-
-    Source: Transformer derivation, section 4.3.2, Eq. 10 and Prop. 3.
-    """
+    """First-order moments of the softmax of every row, (T, C): derivation, 4.3.2, Eq. 10 and Prop. 3."""
     return DenseMoments(jax.nn.softmax(mean, axis=-1), propositions.proposition3(mean, cov))
 
 
@@ -83,38 +68,32 @@ def attention(
     Source: Transformer derivation, sections 4.2 to 4.4 (which print mod D for the head's index, where
     mod H is meant).
     """
-    query = dense(mean, cov, params.query)
-    key = dense(mean, cov, params.key)
-    value = dense(mean, cov, params.value)
-    t, width = value.mean.shape
+    projected = [dense(mean, cov, layer) for layer in (params.query, params.key, params.value)]
+    t, width = projected[2].mean.shape
     k = width // num_heads
-    means = []
-    joint_cov = jnp.zeros((t, num_heads, k, t, num_heads, k), mean.dtype)
+    out_mean = jnp.zeros((t, width), mean.dtype)
+    out_cov = jnp.zeros((t, width, t, width), mean.dtype)
     for head in range(num_heads):
         own = slice(head * k, (head + 1) * k)
-        parts = (DenseMoments(m[:, own], c[:, own, :, own]) for m, c in (query, key, value))
-        head_mean, head_cov = _one_head(*parts)
-        means.append(head_mean)
-        joint_cov = joint_cov.at[:, head, :, :, head, :].set(head_cov)
-    concatenated = jnp.concatenate(means, axis=1)
-    return dense(concatenated, joint_cov.reshape(t, width, t, width), params.output)
+        found = _one_head(*(DenseMoments(m[:, own], c[:, own, :, own]) for m, c in projected))
+        out_mean = out_mean.at[:, own].set(found.mean)
+        out_cov = out_cov.at[:, own, :, own].set(found.cov)
+    return dense(out_mean, out_cov, params.output)
 
 
 @jax.jit
 def _one_head(query: DenseMoments, key: DenseMoments, value: DenseMoments) -> DenseMoments:
-    """First-order moments of softmax(q k^T / sqrt(K)) v, (T, K), for independent q, k and v.
-
-    Source: Transformer derivation, section 4.3.
-    """
+    """First-order moments of softmax(q k^T / sqrt(K)) v, (T, K): derivation, section 4.3."""
     k = query.mean.shape[1]
-    key_transposed = DenseMoments(key.mean.T, jnp.transpose(key.cov, (1, 0, 3, 2)))
-    scores = propositions.proposition1(query.mean, key_transposed.mean) / k**0.5
-    score_cov = propositions.proposition2(*query, *key_transposed) / k
-    weights = softmax(scores, score_cov)
-    return DenseMoments(
-        propositions.proposition1(weights.mean, value.mean),
-        propositions.proposition2(*weights, *value),
-    )
+    transposed = DenseMoments(key.mean.T, jnp.transpose(key.cov, (1, 0, 3, 2)))
+    scores, score_cov = _product(query, transposed)
+    return _product(softmax(scores / k**0.5, score_cov / k), value)
+
+
+def _product(a: DenseMoments, b: DenseMoments) -> DenseMoments:
+    """Of independent matrices."""
+    mean = propositions.proposition1(a.mean, b.mean)
+    return DenseMoments(mean, propositions.proposition2(*a, *b))
 
 
 def layer_norm(
@@ -124,13 +103,9 @@ def layer_norm(
 
     Source: Transformer derivation, section 4.5 and Prop. 4, corrected as `proposition4` says.
     """
-    d = mean.shape[1]
-    certain = jnp.zeros((d, d), mean.dtype)
-    gain, bias = DenseMoments(jnp.ones(d, mean.dtype), certain), DenseMoments(certain[0], certain)
-    if params.scale is not None:
-        gain = dense_moments(params.scale)
-    if params.bias is not None:
-        bias = dense_moments(params.bias)
+    one, zero = jnp.ones(mean.shape[1], mean.dtype), jnp.zeros(mean.shape[1], mean.dtype)
+    gain = dense_moments(posterior.Point(one) if params.scale is None else params.scale)
+    bias = dense_moments(posterior.Point(zero) if params.bias is None else params.bias)
     normal, _ = propositions.normalized(mean, epsilon)
     out_cov = propositions.proposition4(mean, cov, *gain, bias.cov, epsilon=epsilon)
     return DenseMoments(normal * gain.mean[None, :] + bias.mean[None, :], out_cov)
@@ -170,10 +145,7 @@ def _positive(mean: Array, variance: Array) -> tuple[Array, Array]:
 
 
 def feed_forward(mean: Array, cov: Array, params: layers.FeedForwardParams) -> DenseMoments:
-    """Moments of relu(x @ hidden) @ output, (T, D), each dense layer with its bias.
-
-    Source: Transformer derivation, section 4.6.
-    """
+    """Moments of relu(x @ hidden) @ output, (T, D), each with its bias: derivation, section 4.6."""
     hidden = dense(mean, cov, params.hidden)
     active = relu(hidden.mean, hidden.cov)
     return dense(active.mean, active.cov, params.output)
@@ -182,10 +154,8 @@ def feed_forward(mean: Array, cov: Array, params: layers.FeedForwardParams) -> D
 def feed_forward_cross_cov(mean: Array, cov: Array, params: layers.FeedForwardParams) -> Array:
     """Cov[x, feed_forward(x)] to first order, (T, D, T, D): what a residual adds, twice.
 
-    Cov[x] E[J]^T with E[J] = hidden diag(E[relu']) output at the mean weights. The derivation neglects
-    it, and says so.
-
-    Source: Transformer derivation, section 4.6, corrected.
+    Cov[x] E[J]^T with E[J] = hidden diag(E[relu']) output at the mean weights. The derivation, section
+    4.6, neglects it, and says so.
     """
     hidden = dense(mean, cov, params.hidden)
     gain, _ = _positive(hidden.mean, jnp.einsum("tdtd->td", hidden.cov))
@@ -201,9 +171,8 @@ def encoder_block(
     """First-order moments of norm2(z + feed_forward(z)), z = norm1(x + attention(x)), (T, D).
 
     Assumes what `attention` does, and that each branch is independent of its residual stream. That is
-    true of the first for certain x, never of the second (see `feed_forward_cross_cov`).
-
-    Source: Transformer derivation, section 4 and Figure 1.
+    true of the first for certain x, never of the second (see `feed_forward_cross_cov`). Source:
+    Transformer derivation, section 4 and Figure 1.
     """
     branch = attention(mean, cov, params.attention, num_heads=num_heads)
     mean, cov = layer_norm(mean + branch.mean, cov + branch.cov, params.norm1, epsilon=epsilon)

@@ -60,12 +60,12 @@ def inside_vmap(fn):
 def test_of_an_activation():
     for name, (moments, fn) in CLOSED_FORMS.items():
         assert expectations.of(name) is inside_vmap(fn) is moments
-    with pytest.raises(ValueError, match=r"one of 'relu', 'gelu'. Got 'swish'.*give the function"):
+    with pytest.raises(ValueError, match=r"one of 'relu', 'gelu'. Got 'swish'.*Give a function"):
         expectations.of("swish")
     for wrong in (lambda x: jnp.stack([x, x]), lambda x, y: x, jnp.ones(3)):
         with pytest.raises(TypeError, match=r"function of a scalar. Got .*jnp.tanh"):
             expectations.of(wrong)
-    with pytest.raises(ValueError, match=r"jumps needs linear pieces. Got .*Smooth its jumps"):
+    with pytest.raises(ValueError, match=r"linear pieces where it jumps. Got .*Smooth its jumps"):
         expectations.of(lambda x: jnp.where(x > 0, jnp.exp(x), 0.0))
 
 

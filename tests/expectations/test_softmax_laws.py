@@ -204,7 +204,7 @@ def test_errors():
     mean, cov = jnp.zeros(3), jnp.eye(3)
     with pytest.raises(ValueError, match=r"jax.vmap\(softmax_expansion\)"):
         softmax_expansion(mean[None, :], cov)
-    with pytest.raises(ValueError, match="takes one row"):
+    with pytest.raises(ValueError, match="needs one row"):
         softmax_expansion(mean, jnp.eye(4))
     with pytest.raises(ValueError, match="boolean mask"):
         softmax_expansion(mean, cov, mask=jnp.ones(3))

@@ -113,15 +113,6 @@ def test_models_of_tables_are_their_networks():
             assert_close(again.owned[path].mean[...], belief.mean[...])
 
 
-def test_sinusoidal_positions():
-    """The formula of the paper, entry by entry."""
-    actual = mj.sinusoidal_positions(7, 6, dtype=jnp.float64)
-    for place, feature in np.ndindex(7, 6):
-        angle = place / 10_000 ** (2 * (feature // 2) / 6)
-        wave = np.cos(angle) if feature % 2 else np.sin(angle)
-        np.testing.assert_allclose(actual[place, feature], wave, atol=1e-12)
-
-
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
 def test_ids_out_of_range_are_nan_in_compiled_code(structure):
     tables = [TABLES[family] for family in (mj.posterior.Point, mj.posterior.Factorized)]
@@ -169,7 +160,6 @@ def positions(count):
         (lambda: look_up(0, structure="Full"), TypeError, "structure"),
         (lambda: mj.embedding([0], TABLE, mj.Full), ValueError, "Got list. Use jnp.asarray"),
         (lambda: positions(3)(jnp.ones((4, 2))), ValueError, "Got 4 tokens"),
-        (lambda: mj.sinusoidal_positions(3, 5), ValueError, "even"),
     ],
 )
 def test_messages(call, error, words):

@@ -91,7 +91,7 @@ TYPES = [
     (lambda: mj.relu(MEAN > 0, COV), r"bool.*astype\(jnp.float32\)"),
     (lambda: attention(bias=jnp.ones((3, 3), bool)), "needs floating-point numbers. Got bool"),
     (lambda: encoder(activation=mj.gelu), "a function of a scalar"),
-    (lambda: encoder(activation=lambda x: jnp.ones(2)), "Give one such as jnp.tanh"),
+    (lambda: encoder(activation=lambda x: jnp.ones(2)), "Give a function, such as jnp.tanh"),
     (lambda: mj.Bayesian(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), structure="Full"), "mj.Separable"),
 ]
 

@@ -31,7 +31,7 @@ BAD_VALUES = [
     (o.class_probabilities, (2, 3), (3,), r"\(2, 3\) or \(2, 3, 3\)"),
     (o.class_probabilities, (2, 3), mj.Diagonal.zeros((1, 3)), r"\(2, 1, 3\) or \(2, 3\)"),
     (lambda: HeteroscedasticGaussian()(mj.Moments(ONES, mj.Diagonal(ONES[None]))), "2 D outputs"),
-    (o.kl_warmup, 0, 10, -1.0, "final >= 0. Got -1"),
+    (o.kl_warmup, 0, 10, -1.0, "final >= 0. Got 10, -1"),
     (o.kl_warmup, 0, -1, "num_steps >= 0"),
     (o.elbo, np.zeros(0), 0.0, r"of shape \(N,\)"),
     (lambda: o.elbo(ONES, 0.0, dataset_size=2), "the 3 examples of the mini-batch. Got 2"),
