@@ -187,7 +187,7 @@ def test_a_check_tells_a_wide_posterior_from_what_a_structure_leaves_out():
         (mj.Gaussian(0.5), jnp.ones((3, 4, 6))),
         (mj.Bernoulli(), jnp.ones((3, 4, 6))),
         (mj.Categorical(), jnp.ones((3, 4), int)),
-        (mj.objectives.HeteroscedasticGaussian(), jnp.ones((3, 4, 3))),
+        (mj.HeteroscedasticGaussian(), jnp.ones((3, 4, 3))),
     ],
 )
 def test_of_a_linear_network_the_claimed_fit_is_that_of_sampled_networks(likelihood, targets):
