@@ -42,10 +42,8 @@ SIZES = {"patch_size": 2, "num_features": 32, "hidden_features": 64}
 # As large as the patches; Flax's customary 0.02 leaves attention blind to place.
 POSITION_SCALE = 1.0
 PLAIN_RATE, WEIGHT_DECAY = 1e-2, 0.3  # of a plain network: peak of the rate, AdamW's decay
-RATE, RISE = (
-    3e-3,
-    1 / 3,
-)  # of the Bayesian one: peak, and the share of updates in which the KL rises
+RATE = 3e-3  # of the Bayesian one
+RISE = 1 / 3  # share of its updates in which the KL rises
 TRAINED = mj.nn.VariationalMean, mj.nn.VariationalScale, mj.nn.PriorScale
 MEMBERS = 5  # plain networks of a seed: the first begins the Bayesian one, all are averaged
 ANGLES = (45, 60)  # at which the test images are turned too

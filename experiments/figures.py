@@ -43,19 +43,6 @@ styled = plt.rc_context(STYLE)
 
 
 @styled
-def histograms(panels: dict[str, dict[str, np.ndarray]], unit: str) -> Figure:
-    """A panel for each name: how its values are distributed on each set of examples."""
-    figure, axes = plt.subplots(1, len(panels), figsize=(2.6 * len(panels), 2.6), squeeze=False)
-    for axis, (name, given) in zip(axes[0], panels.items(), strict=True):
-        bins = np.linspace(0, max(map(np.max, given.values())), 24)
-        for which, values in given.items():
-            axis.hist(values, bins, density=True, histtype="step", label=which)
-        axis.set(title=name, xlabel=unit)
-    axes[0, 0].legend(fontsize=6)
-    return figure
-
-
-@styled
 def doubt(analytic: Prediction, images: Images) -> Figure:
     """The surest test image of each class, and those of which the network is least sure."""
     said, every = analytic.probabilities.argmax(axis=1), predictions.entropy(analytic.probabilities)
