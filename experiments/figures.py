@@ -1,6 +1,7 @@
 """The figures of the main job, and what the figures of all experiments share."""
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -27,13 +28,7 @@ STYLE = {
     "ytick.color": "0.3",
     "legend.frameon": False,
 }
-WRONG, OTHER, PLAIN, BAYES = "#c8442f", "#b9c0c8", "#d1852b", "#2b6cb0"
-LINES = (
-    (PLAIN, "-"),
-    ("0.3", "--"),
-    (BAYES, "-"),
-)  # of a plain network, of several, of the Bayesian one
-SHOWN, ENDS = 8, ("surest", "least sure")  # images of a row
+WRONG, PLAIN, BAYES = "#c8442f", "#d1852b", "#2b6cb0"
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -48,47 +43,48 @@ styled = plt.rc_context(STYLE)
 
 
 @styled
-def histograms(panels: dict[str, dict[str, np.ndarray]], unit: str) -> Figure:
-    """A panel for each name: how its values are distributed on each set of examples."""
-    figure, axes = plt.subplots(1, len(panels), figsize=(2.6 * len(panels), 2.6), squeeze=False)
-    for axis, (name, given) in zip(axes[0], panels.items(), strict=True):
-        bins = np.linspace(0, max(map(np.max, given.values())), 24)
-        for which, values in given.items():
-            axis.hist(values, bins, density=True, histtype="step", label=which)
-        axis.set(title=name, xlabel=unit)
-    axes[0, 0].legend(fontsize=6)
-    return figure
-
-
-@styled
 def doubt(analytic: Prediction, images: Images) -> Figure:
-    """The test images of which the Bayesian network is surest and least sure."""
-    order = np.argsort(predictions.entropy(analytic.probabilities))
-    figure, axes = plt.subplots(2, SHOWN, figsize=(0.9 * SHOWN, 2.7))
+    """The surest test image of each class, and those of which the network is least sure."""
+    said, every = analytic.probabilities.argmax(axis=1), predictions.entropy(analytic.probabilities)
+    order = np.argsort(every)
+    surest = [order[said[order] == k][:1] for k in np.unique(said)]
+    rows = {"surest": np.concatenate(surest), "least sure": order[-len(surest) :]}
+    figure, axes = plt.subplots(2, len(surest), figsize=(0.85 * len(surest), 2.9), squeeze=False)
     figure.suptitle("the two likeliest classes and their probabilities; wrong in red", fontsize=8)
-    for row, chosen, title in zip(axes, (order[:SHOWN], order[-SHOWN:]), ENDS, strict=True):
+    for row, (title, chosen) in zip(axes, rows.items(), strict=True):
         row[0].set_ylabel(title)
         for axis, i in zip(row, chosen, strict=True):
-            likeliest = np.argsort(-analytic.probabilities[i])[:2]
             axis.imshow(images.images[i], cmap="gray_r")
             axis.set(xticks=[], yticks=[])
-            said = [f"{k}: {analytic.probabilities[i, k]:.2f}" for k in likeliest]
+            likeliest = np.argsort(-analytic.probabilities[i])[:2]
+            text = "\n".join(f"{k}: {analytic.probabilities[i, k]:.2f}" for k in likeliest)
             wrong = likeliest[0] != images.labels[i]
-            axis.set_title("\n".join(said), fontsize=7, color=WRONG if wrong else "0.2")
+            axis.set_title(text, fontsize=7, color=WRONG if wrong else "0.2")
+            axis.set_xlabel(f"it is a {images.labels[i]}" if wrong else "", fontsize=7, color=WRONG)
     return figure
 
 
 @styled
-def risk(curves: dict[str, list[dict[str, float]]]) -> Figure:
-    """Share of errors among the surest predictions, against their share of all; means over seeds."""
-    figure, axes = plt.subplots(figsize=(4.2, 3.2))
-    for (colour, dashes), (name, curve) in zip(LINES, curves.items(), strict=True):
-        mean = 100 * np.array([point["mean"] for point in curve])
-        kept = 100 * np.arange(1, len(mean) + 1) / len(mean)
-        axes.plot(kept, mean, dashes, color=colour, label=name)
-    axes.set(xlabel="predictions kept, the surest first (%)", ylabel="of them wrong (%)")
-    axes.set(xlim=(50, 100), ylim=(0, None))
-    axes.legend(loc="upper left")
+def together(found: dict[str, Any]) -> Figure:
+    """How much worse than by all draws the labels of an image are predicted together, by time.
+
+    The plain networks are far below, and not of this posterior.
+    """
+    figure, axes = plt.subplots(figsize=(4.8, 4))
+    drawn = {name: one for name, one in found.items() if name.isdigit()}
+    every = {"sampled networks": drawn, **{k: {k: found[k]} for k in found if k not in drawn}}
+    for (name, own), colour in zip(every.items(), ("0.3", BAYES, PLAIN), strict=False):
+        time = [1e6 * one["seconds"]["mean"] for one in own.values()]
+        mean, error = ([one["above"][k] for one in own.values()] for k in ("mean", "error"))
+        line = {"color": colour, "elinewidth": 1, "capsize": 2, "markersize": 4, "label": name}
+        axes.errorbar(time, mean, np.nan_to_num(error), fmt="o-", **line)
+        for n, x, y in zip(own, time, mean, strict=True):
+            if n in drawn:
+                axes.annotate(n, (x, y), (3, 4), textcoords="offset points", fontsize=7)
+    axes.axhline(0, color="0.6", linewidth=1)
+    axes.set(xscale="log", xlabel="time of an image (µs)")
+    axes.set_ylabel(f"NLL of {predictions.LABELS} labels, above all draws' (nats)")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1))
     return figure
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any, NamedTuple
 
@@ -10,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from scipy import special
 
 import moment_jax as mj
+from experiments.programs import interleaved
 
 CHUNK = 250  # images at a time, to bound memory
+LABELS = 10  # of an image, to be predicted together
 
 
 class Prediction(NamedTuple):
@@ -23,11 +27,15 @@ class Prediction(NamedTuple):
     logit_mean: np.ndarray  # (N, C)
     logit_sd: np.ndarray  # (N, C); zero for a network without uncertainty
     seconds_per_image: float
+    logit_cov: Any = None  # (N, C, C), of one pass
+    members: Any = None  # their logits (S, N, C), of several networks
 
     def at(self, part: slice) -> Prediction:
         """The predictions for some of the images."""
         probabilities, mean, sd = (array[part] for array in self[:3])
-        return Prediction(probabilities, mean, sd, self.seconds_per_image)
+        cov = None if self.logit_cov is None else self.logit_cov[part]
+        members = None if self.members is None else self.members[:, part]
+        return Prediction(probabilities, mean, sd, self.seconds_per_image, cov, members)
 
     def scores(self, labels: np.ndarray) -> dict[str, float]:
         """Those of `scores`, and the seconds for an image."""
@@ -43,10 +51,10 @@ def plain(network: Any, images: Array) -> tuple[Array, Array, Array]:
 
 
 @nnx.jit
-def analytic(model: mj.Bayesian, images: Array) -> tuple[Array, Array, Array]:
-    """The same from one pass of moments."""
+def analytic(model: mj.Bayesian, images: Array) -> tuple[Array, Array, Array, Array]:
+    """The same from one pass of moments, and the covariances of the logits (n, C, C)."""
     logits = model(images)
-    return model.likelihood(logits).probs, logits.mean, logits.sd
+    return model.likelihood(logits).probs, logits.mean, logits.sd, logits.features
 
 
 @nnx.jit
@@ -63,26 +71,51 @@ def in_chunks(program: Any, network: Any, images: np.ndarray) -> Prediction:
         start = time.perf_counter()
         results.append(jax.block_until_ready(program(network, chunk)))
         times.append(time.perf_counter() - start)
-    probabilities, mean, sd = (
+    probabilities, mean, sd, *covs = (
         np.concatenate(part)[: len(images)] for part in zip(*results, strict=True)
     )
-    return Prediction(probabilities, mean, sd, float(np.median(times)) / CHUNK)
+    return Prediction(probabilities, mean, sd, float(np.median(times)) / CHUNK, *covs)
 
 
 def averaged(members: list[Prediction]) -> Prediction:
-    """The average of several networks' probabilities; the spread of their logits is among them."""
-    probabilities, logits = (np.stack([member[i] for member in members]) for i in (0, 1))
-    seconds = sum(member.seconds_per_image for member in members)
-    return Prediction(probabilities.mean(axis=0), logits.mean(axis=0), logits.std(axis=0), seconds)
+    """The average of several networks' probabilities."""
+    logits = np.stack([member.logit_mean for member in members])
+    return _average(logits, sum(member.seconds_per_image for member in members))
 
 
 def sampled(program: Any, model: mj.Bayesian, images: np.ndarray, keys: Array) -> Prediction:
     """The average of the drawn networks, by a compiled `drawn`."""
     start = time.perf_counter()
     logits = np.asarray(program(model, jnp.asarray(images), keys))
-    seconds = (time.perf_counter() - start) / len(images)
+    return _average(logits, (time.perf_counter() - start) / len(images))
+
+
+def _average(logits: np.ndarray, seconds: float) -> Prediction:
     probabilities = np.asarray(jax.nn.softmax(logits)).mean(axis=0)
-    return Prediction(probabilities, logits.mean(axis=0), logits.std(axis=0, ddof=1), seconds)
+    mean, sd = logits.mean(axis=0), logits.std(axis=0, ddof=1)
+    return Prediction(probabilities, mean, sd, seconds, members=logits)
+
+
+def together(found: Prediction, labels: np.ndarray) -> dict[str, float]:
+    """NLL of `LABELS` labels of each image together (nats) by one pass, and its seconds an image."""
+    given = found.logit_mean, found.logit_cov, jnp.asarray(labels)
+    took = interleaved({"": lambda: jax.block_until_ready(_together(*given))}, 3)[""]
+    seconds = found.seconds_per_image + took / len(labels)
+    return {"nll": float(-_together(*given).mean()), "seconds": seconds}
+
+
+@jax.jit
+def _together(mean: Array, cov: Array, labels: Array) -> Array:
+    prediction = mj.Categorical()(mj.Moments(mean, mj.Full(cov[:, None, :, None])))
+    return prediction.joint_log_prob(jnp.tile(labels[:, None], LABELS))
+
+
+def together_by(found: Prediction, labels: np.ndarray, count: int) -> dict[str, float]:
+    """The same by `count` of the networks that were averaged, the mean over groups of so many."""
+    logs: Any = jax.nn.log_softmax(found.members)[:, np.arange(len(labels)), labels]  # (S, N)
+    groups = LABELS * logs[: len(logs) // count * count].reshape(-1, count, len(labels))
+    nll = math.log(count) - special.logsumexp(groups, axis=1).mean()
+    return {"nll": float(nll), "seconds": found.seconds_per_image * count / len(logs)}
 
 
 def scores(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
@@ -95,15 +128,6 @@ def scores(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
         "brier": float(np.mean(np.sum((probabilities - one_hot) ** 2, axis=1))),
         "ece": float(objectives.expected_calibration_error(given, truth)),
     }
-
-
-def risk(
-    probabilities: np.ndarray, labels: np.ndarray, doubt: np.ndarray | None = None
-) -> np.ndarray:
-    """Share of errors among the n predictions of least doubt, n = 1 .. N, (N,); None: the entropy."""
-    order = np.argsort(entropy(probabilities) if doubt is None else doubt, kind="stable")
-    wrong = (probabilities.argmax(axis=1) != labels)[order]
-    return np.cumsum(wrong) / np.arange(1, len(labels) + 1)
 
 
 def entropy(probabilities: np.ndarray) -> np.ndarray:

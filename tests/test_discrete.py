@@ -217,26 +217,6 @@ def test_law_of_a_code_is_the_mean_of_pi_and_masked_categories_are_impossible():
     assert jnp.isfinite(slope).all()
 
 
-def test_codes_drawn_through_the_weights_have_that_law():
-    """First logits, then a code: as often as one draw from E[pi] would have it."""
-    cov = random_cov(jax.random.key(2), mj.Full, (T, K), 1.0)
-    number = 40_000
-
-    @jax.jit
-    def draw(keys):
-        root = jnp.linalg.cholesky(cov.to_dense().reshape(T * K, T * K))
-        noise = (jax.random.normal(keys[0], (number, T * K)) @ root.T).reshape(number, T, K)
-        codes = mj.discrete.gumbel_max(keys[1], MEAN[None] + noise)
-        expected = jnp.exp(mj.discrete.log_category_probabilities(MEAN, cov))
-        return jnp.mean(jax.nn.one_hot(codes, K), axis=0), expected, jax.nn.softmax(MEAN)
-
-    shares, expected, at_mean = map(np.asarray, draw(jax.random.split(jax.random.key(3))))
-    error = np.sqrt(expected * (1 - expected) / number)
-    # The transform's own error, 0.5 % of E[pi] at a logit sd of 1, comes on top of the sampling's.
-    assert (np.abs(shares - expected) < 4 * error + 0.01 * expected).all()
-    assert (np.abs(shares - at_mean) > 8 * error).any()
-
-
 # -- log-probabilities, divergences and usage ---------------------------------------------------------
 
 LOGITS = np.random.default_rng(0).normal(size=(7, 5)) * 3

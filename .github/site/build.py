@@ -30,7 +30,7 @@ GUIDES = {
     "Your own layer": "moment_jax/layers/README.md",
     "Any JAX function": "moment_jax/propagation/README.md",
     "Many devices": "moment_jax/parallel/README.md",
-    "One block, walked through": "moment_jax/reference/README.md",
+    "The derivation, step by step": "moment_jax/reference/README.md",
     "Assumptions, formulas": "moment_jax/README.md",
     "All figures": "experiments/README.md",
     "Changes": ".github/CHANGELOG.md",

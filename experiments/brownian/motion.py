@@ -99,15 +99,10 @@ def motion_report(stream: Array, *, key: Array, permutations: int = 999) -> Toke
             f"share of the level {LEVEL} over {depth} blocks. Got {permutations}."
         )
     steps = jnp.diff(stream, axis=0)
+    parts = zip(stream[:-1], steps, [None, *steps[:-1]], strict=True)
     blocks = [
-        _block_motion(
-            stream[i],
-            steps[i],
-            steps[i - 1] if i else None,
-            jax.random.fold_in(key, i),
-            permutations,
-        )
-        for i in range(depth)
+        _block_motion(*part, jax.random.fold_in(key, i), permutations)
+        for i, part in enumerate(parts)
     ]
     growth = variance_growth(stream)
     return TokenMotion(blocks, growth, _failures(blocks, growth, share))
@@ -170,9 +165,8 @@ def _failures(blocks: list[BlockMotion], growth: VarianceGrowth, share: float) -
             failures.append(f"steps depend on {what} (distance correlation up to {max(found):.2f})")
     odd = [b.not_normal for b in blocks if b.normality_p < share]
     if odd:
-        failures.append(
-            f"steps are not normal (up to {max(odd):.0%} of coordinates rejected at 1 %)"
-        )
+        share_of_odd = f"up to {max(odd):.0%} of coordinates rejected at 1 %"
+        failures.append(f"steps are not normal ({share_of_odd})")
     # The largest of several variances is above the smallest by chance too: a wide margin.
     if growth.log_ratio > 5 * growth.log_ratio_error:
         fold = f"the variance of a step differs {np.exp(growth.log_ratio):.1f}-fold between blocks"

@@ -5,7 +5,7 @@ validation images, sampled variational inference and Laplace approximations, on 
 turned, and on images of none of the classes. Every seed has its own division into training, validation
 and test images. Open settings, and a temperature for each method, are chosen on validation images.
 Prints means and standard errors over the seeds, of the scores and of their differences from the plain
-network's; writes metrics.json and figures.
+network's; writes metrics.json.
 """
 
 import argparse
@@ -24,25 +24,21 @@ from experiments.classify.compared import Answer, Compared, train_all
 from experiments.classify.images import Task, classifier
 from experiments.classify.methods import Budget, Trainer
 from experiments.command_line import Parser, writable_folder
-from experiments.figures import STYLE, Figure, histograms, plt, save
 from experiments.outputs import aligned, duration, over_seeds, with_error, write_json
 
-DRAWN = ("accuracy", "nll", "ece")
 SHIFTED = 250  # images at each angle and of each kind of other images
 
 
 def add_arguments(parser: Parser) -> None:
     """The options of the comparison."""
     parser.choice("--data", images.SETS, "digits", "images")
-    what = "folder for metrics.json and figures (default: runs/classify/NAME of --data)"
+    what = "folder for metrics.json (default: runs/classify/NAME of --data)"
     parser.place("--out", None, what)
     parser.seed("first random seed, of the division too")
-    parser.whole(
-        "--seeds", 5, "how many times all is done, with this seed and those that follow it"
-    )
-    parser.whole(
-        "--members", 5, "plain networks in the ensemble (Bayesian ones: three, or as many)"
-    )
+    what = "how many times all is done, with this seed and those that follow it"
+    parser.whole("--seeds", 5, what)
+    what = "plain networks in the ensemble (Bayesian ones: three, or as many)"
+    parser.whole("--members", 5, what)
     parser.whole("--plain-steps", Budget().plain_steps, "updates of a plain network")
     parser.whole("--steps", Budget().steps, "updates of the ELBO")
     parser.whole("--samples", 50, "drawn networks that predict, where they are drawn", least=2)
@@ -83,24 +79,11 @@ def run(args: argparse.Namespace) -> None:
         }
         for name in methods
     }
-    metrics = {
-        "settings": vars(args),
-        "ece_bins": scores.BINS,
-        "methods": records,
-        "seconds": time.perf_counter() - start,
-    }
-    write_json(out / "metrics.json", metrics)
-    save(_rotation({name: one["angle"] for name, one in records.items()}), out / "shifts.png")
-    entropies = {
-        name: {
-            which: predictions.entropy(p).ravel()
-            for which, p in {"test": one["test"], **one["others"]}.items()
-        }
-        for name, one in predicted.items()
-    }
-    save(histograms(entropies, "entropy (nats)"), out / "others.png")
+    seconds = time.perf_counter() - start
+    metrics = {"settings": vars(args), "ece_bins": scores.BINS, "methods": records}
+    write_json(out / "metrics.json", {**metrics, "seconds": seconds})
     _print(records)
-    print(f"{metrics['seconds']:.0f} s in all; metrics.json and figures in {out}")
+    print(f"{seconds:.0f} s in all; metrics.json in {out}")
 
 
 def _predicted(method: Compared, task: Task) -> tuple[dict[str, Any], float]:
@@ -150,31 +133,9 @@ def _record(each: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str
     return {**over_seeds(each), "minus_plain": over_seeds(differences)}
 
 
-def _rotation(methods: dict[str, dict[float, dict[str, dict[str, float]]]]) -> Figure:
-    """Scores against the angle: `methods[name][angle][score]` has "mean" and "error" over seeds."""
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, len(DRAWN), figsize=(10, 3))
-        for axis, score in zip(axes, DRAWN, strict=True):
-            for name, found in methods.items():
-                mean, error = ([one[score][k] for one in found.values()] for k in ("mean", "error"))
-                line = {"marker": "o", "markersize": 3, "label": name}
-                axis.errorbar(list(found), mean, np.nan_to_num(error), **line)
-            axis.set(xlabel="angle (degrees)", ylabel=score)
-        axes[0].legend(fontsize=6)
-    return figure
-
-
 def _print(records: dict[str, Any]) -> None:
-    heads = [
-        "validation NLL",
-        "accuracy",
-        "NLL",
-        "Brier",
-        "ECE",
-        "NLL at 45°",
-        "NLL at 60°",
-        "AUROC",
-    ]
+    heads = ["validation NLL", "accuracy", "NLL", "Brier", "ECE"]
+    heads += ["NLL at 45°", "NLL at 60°", "AUROC"]
     more = ["ECE's floor", "temperature", "training", "an image"]
     tables = {
         "": [[*heads, *more]], "minus plain": [heads],
@@ -186,10 +147,7 @@ def _print(records: dict[str, Any]) -> None:
             tables.values(), (record, record["minus_plain"], raw, raw["minus_plain"]), strict=True
         ):
             test, turned = one["test"], one["angle"]
-            found = [
-                one["validation"]["nll"],
-                *(test[k] for k in ("accuracy", "nll", "brier", "ece")),
-            ]
+            found = [one["validation"]["nll"], *map(test.get, ("accuracy", "nll", "brier", "ece"))]
             found += [turned[45]["nll"], turned[60]["nll"], one["auroc"]]
             rows.append([name, *map(with_error, found)])
         tables[""][-1] += [

@@ -84,7 +84,9 @@ def _run(program: Callable[[Any], Any], batch: np.ndarray) -> Callable[[], Any]:
 
 def scored(probabilities: np.ndarray, labels: np.ndarray) -> dict[str, float]:
     """The scores of class probabilities (N, C)."""
-    risk = predictions.risk(probabilities, labels, -probabilities.max(axis=1))
+    order = np.argsort(-probabilities.max(axis=1), kind="stable")
+    wrong = (probabilities.argmax(axis=1) != labels)[order]
+    risk = np.cumsum(wrong) / np.arange(1, len(labels) + 1)  # of the n surest, n = 1 .. N
     kept = [np.max(np.nonzero(risk <= limit)[0] + 1, initial=0) / len(labels) for limit in RISKS]
     coverage = {f"coverage at {limit:g}": float(x) for limit, x in zip(RISKS, kept, strict=True)}
     return {"aurc": float(risk.mean()), **coverage, **predictions.scores(probabilities, labels)}

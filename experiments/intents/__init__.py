@@ -12,14 +12,12 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 
 from experiments import predictions
 from experiments.classify import scores, selective
 from experiments.classify.compared import Compared
 from experiments.classify.methods import Budget, Trainer, stacked
 from experiments.command_line import InputError, Parser, named_files, writable_folder
-from experiments.figures import histograms, save
 from experiments.intents.compared import logistic_regression, text_model, transformers
 from experiments.intents.texts import IntentSet, Vocabulary, read_set, with_lost_words
 from experiments.outputs import aligned, duration, over_seeds, with_error, write_json
@@ -64,34 +62,29 @@ def run(args: argparse.Namespace) -> None:
         selective.run(trainer, args, some, stacked(encoded.test, args.seeds), out)
         return
     name = "TF-IDF, logistic regression"
-    measured = {name: _measure(logistic_regression(given), given)}
+    records = {name: _measure(logistic_regression(given), given)}
     for name, method in transformers(trainer, args.seeds, encoded.validation, args.samples):
-        measured[name] = _measure(method, encoded)
-    records = {name: record for name, (record, _) in measured.items()}
-    sizes = {key: len(getattr(given, key)[1]) for key in ("train", "validation", "test")}
-    sizes |= {"intents": len(given.intents), "oos_test": len(given.outside)}
+        records[name] = _measure(method, encoded)
+    sizes: dict[str, Any] = {
+        key: len(getattr(given, key)[1]) for key in ("train", "validation", "test")
+    }
+    sizes |= {"intents": len(given.intents), "oos_test": len(given.outside), "set": given.name}
+    sizes |= {"token_ids": vocabulary.size, "longest": vocabulary.length}
     metrics = {
         "settings": vars(args),
-        "data": {
-            "set": given.name,
-            **sizes,
-            "token_ids": vocabulary.size,
-            "longest": vocabulary.length,
-        },
+        "data": sizes,
         "ece_bins": scores.BINS,
         "oos_score": "entropy of the prediction; out of scope is positive",
         "methods": records,
         "seconds": time.perf_counter() - start,
     }
     write_json(out / "metrics.json", metrics)
-    entropies = {name: each for name, (_, each) in measured.items()}
-    save(histograms(entropies, "entropy (nats)"), out / "entropy.png")
     _print(records)
-    print(f"{metrics['seconds']:.0f} s in all; metrics.json and entropy.png in {out}")
+    print(f"{metrics['seconds']:.0f} s in all; metrics.json in {out}")
 
 
-def _measure(method: Compared, given: IntentSet) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """All scores of one method, and the entropies of its predictions."""
+def _measure(method: Compared, given: IntentSet) -> dict[str, Any]:
+    """All scores of one method."""
     texts, labels = given.test
     method.predict(texts[:50])  # compiled before it is timed
     start = time.perf_counter()
@@ -106,16 +99,12 @@ def _measure(method: Compared, given: IntentSet) -> tuple[dict[str, Any], dict[s
         | {f"oos_{key}": value for key, value in scores.detection(known, other).items()}
         for known, other in zip(test, outside, strict=True)
     ]
-    record = {
+    return {
         "validation_nll": over_seeds(validation)["nll"],
         **over_seeds(found),
         "seconds_of_training": method.seconds / len(test),
         "seconds_per_text": seconds,
         "chosen": ", ".join(f"{key} {value:g}" for key, value in method.chosen.items()),
-    }
-    return record, {
-        "in scope": predictions.entropy(test).ravel(),
-        "out of scope": predictions.entropy(outside).ravel(),
     }
 
 

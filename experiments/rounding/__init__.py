@@ -32,25 +32,11 @@ from experiments.rounding.noise import Arrays, Programs
 from experiments.training import Task, clipped_adam, fit
 
 SIZES: dict[str, dict[str, int]] = {  # of 16 and 49 tokens
-    "digits": {
-        "num_blocks": 1,
-        "image_size": 8,
-        "patch_size": 2,
-        "num_features": 32,
-        "hidden_features": 64,
-    },
-    "mnist5k": {
-        "num_blocks": 2,
-        "image_size": 28,
-        "patch_size": 4,
-        "num_features": 48,
-        "hidden_features": 96,
-    },
+    "digits": {"num_blocks": 1, "image_size": 8, "patch_size": 2, "num_features": 32},
+    "mnist5k": {"num_blocks": 2, "image_size": 28, "patch_size": 4, "num_features": 48},
 }
-STRUCTURES: tuple[type[mj.Covariance], ...] = (
-    mj.Separable,
-    mj.Diagonal,
-)  # the first's is the gradient
+# The first's gives the gradient.
+STRUCTURES: tuple[type[mj.Covariance], ...] = (mj.Separable, mj.Diagonal)
 BATCH = 32  # of plain training
 ROWS = 128  # validation images, and those of an update with noise
 ALLOCATIONS = 24  # at random, of 2 to 6 bits
@@ -59,8 +45,8 @@ DRAWS = 8  # for a gradient by draws; as often as takes the time of one pass's
 SPREADS = (0.05, 0.1, 0.2, 0.3)  # of a weight on a device, over its magnitude
 TRAINED_AT = 0.2
 
-Points = dict[str, dict[str, list[float]]]
-"""NLLs by the kind of rounding: those predicted in each structure, and the actual ones."""
+Points = dict[str, list[float]]
+"""NLLs of rounded networks: those predicted in each structure, and the actual ones."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -92,7 +78,9 @@ def run(args: argparse.Namespace) -> None:
     programs, records, points = None, [], []
     for place, seed in enumerate(seeds):
         parts = [Images(part.images[place], part.labels[place]) for part in task[:3]]
-        network = vision_transformer(seed, position_scale=0.5, **SIZES[args.data])
+        sizes = SIZES[args.data]
+        options = {"hidden_features": 2 * sizes["num_features"], "position_scale": 0.5, **sizes}
+        network = vision_transformer(seed, **options)
         adam = clipped_adam(3e-3, args.steps, weight_decay=0.1)
         plain = Task(f"seed {seed}", _loss, adam, args.steps)
         network = fit(plain, network, (jax.random.key(seed), parts[0])).model
@@ -163,7 +151,7 @@ def measured(
     record = {
         "plain": _scored(programs.nll, arrays, *test), "draws_for_bits": many * DRAWS,
         "updates": updates,
-        "prediction": {kind: _agreement(found) for kind, found in points.items()},
+        "prediction": _agreement(points),
         "bits": bits, "allocations": jax.tree.map(np.ndarray.tolist, allocations),
         "devices": devices, "training": training,
     }  # fmt: skip
@@ -176,27 +164,16 @@ def _scored(program: Any, *given: Any) -> dict[str, float]:
 
 
 def _predictions(programs: Programs, arrays: Arrays, rows: Images, seed: int) -> Points:
-    """Of matrices with a step each, or for each output channel; of one channel alone, of two bits."""
-    whole, own = noise.largest(arrays), noise.largest(arrays, channels=True)
-    rng = np.random.default_rng(seed)
-
-    def lone(_: Any) -> list[np.ndarray]:
-        found = [np.full(top.shape, WHOLE) for top in own.values()]
-        chosen = found[rng.integers(len(found))]
-        chosen.flat[rng.integers(chosen.size)] = 2
-        return found
-
-    kinds: Any = {"matrices": (whole, list), "channels": (own, list), "one channel": (own, lone)}
-    points: Points = {}
-    for kind, (tops, of) in kinds.items():
-        found = points[kind] = {name: [] for name in (*programs.values, "actual")}
-        for _ in range(ALLOCATIONS):
-            bits = of(rng.integers(2, 7, len(tops)))
-            sd, values = (f(arrays, tops, bits) for f in (noise.rounding_sd, noise.rounded))
-            for name, predict in programs.values.items():
-                found[name].append(float(predict(arrays, sd, *rows)))
-            found["actual"].append(float(programs.nll(values, *rows)[0]))
-    return points
+    """Of networks whose matrices are rounded at random."""
+    tops, rng = noise.largest(arrays), np.random.default_rng(seed)
+    found: Points = {name: [] for name in (*programs.values, "actual")}
+    for _ in range(ALLOCATIONS):
+        bits = list(rng.integers(2, 7, len(tops)))
+        sd, values = (f(arrays, tops, bits) for f in (noise.rounding_sd, noise.rounded))
+        for name, predict in programs.values.items():
+            found[name].append(float(predict(arrays, sd, *rows)))
+        found["actual"].append(float(programs.nll(values, *rows)[0]))
+    return found
 
 
 def _agreement(found: dict[str, list[float]]) -> dict[str, dict[str, float]]:
@@ -217,9 +194,9 @@ def figure(points: list[Points], found: dict[str, Any]) -> Figure:
     """Predictions against the truth, NLL by bits, and NLL of devices by their noise."""
     drawn, (left, middle, right) = plt.subplots(1, 3, figsize=(10.5, 3.6))
     names = [s.__name__ for s in STRUCTURES]
-    actual = np.concatenate([one["matrices"]["actual"] for one in points])
+    actual = np.concatenate([one["actual"] for one in points])
     for name, marker in zip(names, "ox", strict=False):
-        own = np.concatenate([one["matrices"][name] for one in points])
+        own = np.concatenate([one[name] for one in points])
         left.plot(actual, own, marker, markersize=3, label=name)
     ends = actual.min(), actual.max()
     left.plot(ends, ends, color="0.6", linewidth=1, label="equal")
@@ -253,11 +230,7 @@ def figure(points: list[Points], found: dict[str, Any]) -> Figure:
 
 def _print(found: dict[str, Any]) -> None:
     tables = {
-        "predicted NLL": {
-            f"{kind}, {name}": one
-            for kind, own in found["prediction"].items()
-            for name, one in own.items()
-        },
+        "predicted NLL": found["prediction"],
         "bits for a weight": {
             name: {f"{k}, {b:g}": one[k] for b, one in own.items() for k in ("nll", "accuracy")}
             for name, own in found["bits"].items()

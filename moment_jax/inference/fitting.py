@@ -74,7 +74,7 @@ def fit(
     times on the way the prior precision of each array and the noise of `mj.Gaussian()` re-estimated by
     MacKay's evidence, from the exact Gauss-Newton matrix of all weights. The belief is the inverse, the
     joint covariance of all weights, and the model is linearised in them. One noise is the same share of
-    each output's variance; one that depends on the input, `mj.objectives.HeteroscedasticGaussian()`, is
+    each output's variance; one that depends on the input, `mj.HeteroscedasticGaussian()`, is
     fitted to E[(y - mean)^2] under the belief. Nothing is held out.
 
     **"elbo"**, for all others: independent Gaussian weights (`Factorized`), by the gradient of one
@@ -96,7 +96,7 @@ def fit(
       network: a Flax network in inference mode, with outputs (N, ..., C), which is not changed; or a
         `mj.Bayesian`, which is trained in place, as it is: nothing is standardised.
       likelihood: `mj.Categorical()`, `mj.Bernoulli()`, `mj.Gaussian()` to learn the noise of each
-        output, `mj.Gaussian(noise_variance)`, a number, or `mj.objectives.HeteroscedasticGaussian()` for
+        output, `mj.Gaussian(noise_variance)`, a number, or `mj.HeteroscedasticGaussian()` for
         a network of 2 D outputs, D means and D log noise variances. Of a `Bayesian` None, for its own.
       data: inputs, an array (N, ...) or a tuple of them, and targets: (N, ...) integers from 0 for
         Categorical, else numbers in the shape of the outputs, or of the means.

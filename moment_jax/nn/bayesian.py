@@ -40,7 +40,7 @@ class Bayesian(Module):
       network: a Flax NNX module, or a linen module bound to its variables, `module.bind(variables)`; in
         inference mode.
       likelihood: of the targets: `mj.Categorical()`, `mj.Bernoulli()`, `mj.Gaussian(variance)`,
-        `mj.Gaussian()` to learn the noise, or `mj.objectives.HeteroscedasticGaussian()`. Needed to
+        `mj.Gaussian()` to learn the noise, or `mj.HeteroscedasticGaussian()`. Needed to
         train and to predict.
       beliefs: posteriors in the places of weights, a tree like `nnx.to_pure_dict(nnx.state(network,
         nnx.Param))`; weights that it omits are certain. None for the family below.

@@ -109,11 +109,13 @@ class Categorical:
     def __call__(self, moments: Moments) -> predictive.CategoricalPredictive:
         """The predictive probabilities E[softmax(f)], and their uncertainty."""
         known = moments.variance if moments.cov.entrywise else moments.features
-        found = probabilities_with_uncertainty(moments.mean, known, num_points=self.num_points)
+        log_probs, parts = probabilities_with_uncertainty(
+            moments.mean, known, num_points=self.num_points
+        )
         kept = known.ndim == moments.mean.ndim or known.shape[-1] <= MOST_KEPT
-        parts = (jnp.expand_dims(x, moments.mean.ndim - 1) for x in (moments.mean, known))
-        logits = predictive.Logits(*parts) if kept else None
-        return predictive.CategoricalPredictive(*found, logits)
+        mean, cov = (jnp.expand_dims(x, moments.mean.ndim - 1) for x in (moments.mean, known))
+        logits = predictive.Logits(mean, cov) if kept else None
+        return predictive.CategoricalPredictive(log_probs, *parts, logits)
 
 
 @jax.tree_util.register_dataclass

@@ -7,7 +7,7 @@ NaN, as they are of a NaN prediction.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from moment_jax.covariance.fields import check_array, need, register_fields
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.linalg import inverse_root
 from moment_jax.objectives.checks import labels_of, of_label, over_batch
-from moment_jax.objectives.cubature import TokenUncertainty, gaussian_points, log_softmax_rows, wide
+from moment_jax.objectives.cubature import gaussian_points, log_softmax_rows, wide
 from moment_jax.xla import diagonal_of, inlined
 
 JOINT_POINTS = 2048  # of the cubature for several labels
@@ -38,7 +38,9 @@ class CategoricalPredictive:
     """A class of C, with the log of its predictive probabilities."""
 
     log_probs: Array  # (..., C)
-    uncertainty: TokenUncertainty  # entropies in nats, (...) each
+    entropy: Array  # of the prediction, nats, (...): `aleatoric` + `epistemic`
+    aleatoric: Array  # the expected entropy of softmax(f), nats: what would remain if f were known
+    epistemic: Array  # the mutual information of the class and the weights, nats
     logits: Logits | None  # None where there are covariances of more than 32 classes
 
     @property
@@ -51,21 +53,6 @@ class CategoricalPredictive:
         """The likeliest class, (...) integers."""
         return jnp.argmax(self.log_probs, axis=-1)
 
-    @property
-    def entropy(self) -> Array:
-        """The entropy of the prediction, nats: `aleatoric` + `epistemic`."""
-        return self.uncertainty.total
-
-    @property
-    def aleatoric(self) -> Array:
-        """The expected entropy of softmax(f), nats: what would remain if the weights were known."""
-        return self.uncertainty.aleatoric
-
-    @property
-    def epistemic(self) -> Array:
-        """The mutual information of the class and the weights, nats."""
-        return self.uncertainty.epistemic
-
     def log_prob(self, y: Array) -> Array:
         """Log probability of each class y (...), integers; NaN, or an error, for one out of range."""
         labels = labels_of("log_prob", y, self.log_probs)
@@ -77,32 +64,44 @@ class CategoricalPredictive:
         All of them see the same weights: log E[prod_l softmax(f)_l] over the logits f, by 2,048 points.
         ValueError for labels out of range, or for more than 32 classes but in `Diagonal`.
         """
+        return self._over_logits("joint_log_prob", labels, lambda logs: logs)
+
+    def expected_accuracy(self, y: Array) -> Array:
+        """Probability that drawn weights give y (...) the largest logit, (...); else as above."""
+        y = jnp.asarray(y)[..., None]
+        return jnp.exp(self._over_logits("expected_accuracy", y, _likeliest))
+
+    def _over_logits(self, name: str, labels: Array, scores: Callable[[Array], Array]) -> Array:
+        """Log E[exp(sum of the scores of the labels)]; `scores` of log probabilities (P, C)."""
         if self.logits is None:
             raise ValueError(
-                "`joint_log_prob` needs at most 32 classes, whose logits are kept. Got "
+                f"`{name}` needs at most 32 classes, whose logits are kept. Got "
                 f"{self.log_probs.shape[-1]}. Use sampled networks, model.sample(key), or mj.Diagonal."
             )
         labels, (*lead, size) = jnp.asarray(labels), self.log_probs.shape
-        each = (*lead, *labels.shape[-1:], size)
-        scores = jnp.broadcast_to(self.log_probs[..., None, :], each)
-        known = labels_of("joint_log_prob", labels, scores), *wide(*self.logits)
-        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(lead) :]), known)
-        return jax.lax.map(lambda x: _together(*x), flat, batch_size=64).reshape(lead)
+        like = jnp.broadcast_to(self.log_probs[..., None, :], (*lead, *labels.shape[-1:], size))
+
+        def of_part(labels: Array, mean: Array, cov: Array) -> Array:
+            logs = scores(log_softmax_rows(gaussian_points(mean, cov, JOINT_POINTS)))
+            return of_label(logs.T, labels).sum(axis=0)
+
+        def of_input(given: Any) -> Array:
+            logs = jax.vmap(of_part, (None, 0, 0))(*given)
+            return special.logsumexp(logs) - math.log(logs.size)
+
+        given = labels_of(name, labels, like), *wide(*self.logits)
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(lead) :]), given)
+        return jax.lax.map(of_input, flat, batch_size=64).reshape(lead)
 
     def sample(self, key: Array) -> Array:
         """One class for each prediction, (...) integers."""
         return jax.random.categorical(key, self.log_probs)
 
 
-def _together(labels: Array, means: Array, covs: Array) -> Array:
-    """Log probability of labels (L,) that share their logits, in equal parts (K, C)."""
-
-    def of_part(mean: Array, cov: Array) -> Array:
-        logs = log_softmax_rows(gaussian_points(mean, cov, JOINT_POINTS))
-        return of_label(logs.T, labels).sum(axis=0)
-
-    logs = jax.vmap(of_part)(means, covs)
-    return special.logsumexp(logs) - math.log(logs.size)
+def _likeliest(logs: Array) -> Array:
+    """0 for the likeliest class of each row (P, C), else -inf; NaN in a row of NaN."""
+    first = jax.nn.one_hot(logs.argmax(axis=1), logs.shape[1], dtype=bool)
+    return jnp.where(first, 0, -jnp.inf) + 0 * logs.max(axis=1, keepdims=True)
 
 
 @register_fields
@@ -234,11 +233,11 @@ def averaged(predictions: Sequence[Any]) -> Any:
         return jax.tree.map(lambda x: x.mean(axis=0), stacked)
     logs = special.logsumexp(stacked.log_probs, axis=0) - jnp.log(len(predictions))
     total = -jnp.sum(jnp.exp(logs) * jnp.where(jnp.isfinite(logs), logs, 0), axis=-1)
-    aleatoric = stacked.uncertainty.aleatoric.mean(axis=0)
-    uncertainty = TokenUncertainty(total, aleatoric, jnp.maximum(total - aleatoric, 0))
+    aleatoric = stacked.aleatoric.mean(axis=0)
+    epistemic = jnp.maximum(total - aleatoric, 0)
     each = [x.logits for x in predictions]
     logits = jax.tree.map(lambda *x: jnp.concatenate(x, axis=logs.ndim - 1), *each)
-    return CategoricalPredictive(logs, uncertainty, logits)
+    return CategoricalPredictive(logs, total, aleatoric, epistemic, logits)
 
 
 def _as_mixture(prediction: GaussianPredictive) -> MixturePredictive:

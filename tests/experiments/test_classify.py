@@ -105,8 +105,6 @@ def test_the_comparison(tmp_path):
         assert 1 / 4 <= record["chosen"]["temperature"] <= 4
         difference = record["minus_plain"]["test"]["nll"]["mean"]
         assert difference == pytest.approx(nll[name] - nll["plain"], abs=1e-9)
-    for name in ("shifts.png", "others.png"):
-        assert (tmp_path / name).stat().st_size > 10_000
 
 
 def test_selective_scores_of_a_known_ranking():

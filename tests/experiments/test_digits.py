@@ -193,11 +193,12 @@ def test_the_main_job(main_job):
     assert compiled == 2  # one for each network, whatever the number of seeds
     metrics = json.loads((folder / "metrics.json").read_text())
     assert len(metrics["test"]) == 5
-    assert len(metrics["risk"]) == len(metrics["validation"]) == 3  # one, several, Bayesian
+    assert len(metrics["validation"]) == 3  # one, several, Bayesian
+    assert {*metrics["together"]} > {"2", "3", "one pass of moment_jax", "2 plain networks"}
     first, second = (record["kl"] for record in metrics["seeds"])
     assert metrics["kl"]["mean"] == pytest.approx((first + second) / 2)
     assert len(metrics["seconds"]["compiled"]) == 6
-    for name in ("doubt.png", "risk.png", "spread.png"):
+    for name in ("doubt.png", "spread.png", "together.png"):
         assert (folder / name).stat().st_size > 10_000
     network, _ = of_main_job(folder)
     assert float(network.kl()) == pytest.approx(first, rel=1e-4)

@@ -129,21 +129,9 @@ def test_the_comparison(tmp_path, monkeypatch):
     ):
         monkeypatch.setattr(owner, name, value)
     (tmp_path / "a.json").write_bytes(changed())
-    counts = [
-        "--seeds",
-        "2",
-        "--plain-steps",
-        "3",
-        "--steps",
-        "2",
-        "--samples",
-        "2",
-        "--members",
-        "2",
-    ]
+    counts = [f"--{name}=2" for name in ("seeds", "steps", "samples", "members")]
     command = ["intents", "--data-dir", str(tmp_path), "--out", str(tmp_path / "out"), *counts]
-    assert main(command) == 0
-    assert (tmp_path / "out" / "entropy.png").stat().st_size > 10_000
+    assert main([*command, "--plain-steps=3"]) == 0
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert len(metrics["methods"]) == 5
     for record in metrics["methods"].values():

@@ -15,7 +15,7 @@ from moment_jax.inference.evidence import Evidence, Setting
 from moment_jax.nn.modules import Raveled
 
 GAUSSIAN, CATEGORICAL = mj.Gaussian(), mj.Categorical()
-NOISY = mj.objectives.HeteroscedasticGaussian()
+NOISY = mj.HeteroscedasticGaussian()
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(40, 3))
 Y = X @ [[1.0, 0.3], [-2.0, 0.0], [0.5, 1.0]] + 0.3 * RNG.normal(size=(40, 2))

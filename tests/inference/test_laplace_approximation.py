@@ -315,19 +315,6 @@ def test_a_linear_regression_has_its_noise_and_prior_from_the_evidence():
     assert abs(receipt.prior_precision["model"] - 3 / float(jnp.sum(weights**2))) < 0.1
 
 
-def test_a_linen_module_bound_to_its_variables_is_a_network():
-    x = X.astype(jnp.float32)
-    module = linen.Dense(2)
-    bound = module.bind(module.init(jax.random.key(0), x))
-    model = laplace(bound, Categorical(), (x, np.arange(24) % 2), prior_precision=1.0)
-    net = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    net.kernel.set_value(bound.variables["params"]["kernel"])
-    same = laplace(net, Categorical(), (x, np.arange(24) % 2), prior_precision=1.0)
-    np.testing.assert_allclose(model.predict(x).probs, same.predict(x).probs, rtol=1e-6)
-    assert isinstance(model.at_means(), linen.Dense)
-    assert model.linearised
-
-
 def test_a_covariance_beyond_single_precision_is_kept():
     """The bias sees one direction a million times as well as the other."""
     model = Of(lambda n, x: n.a(x) @ jnp.array([[1.0, 1.0], [1.0, 1.0]], x.dtype), a=linear(2))

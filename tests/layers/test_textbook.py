@@ -59,14 +59,6 @@ def test_matmul_is_the_projection_of_the_exact_moments(structure: type[Covarianc
     assert_exact(structure, lambda m, c, other: mj.matmul(m, c, mean, other), cov, others, exact)
 
 
-def test_shared_noise_makes_tokens_correlated():
-    """Two equal tokens have correlation one after a random layer."""
-    params = random_dense_params(KEYS[2], mj.posterior.Factorized, (4, OUT))
-    mean = jnp.broadcast_to(MEAN[:1], (2, 4))
-    _, cov = mj.dense(mean, mj.Separable.zeros((2, 4), jnp.float64), params)
-    assert_close(cov.tokens, jnp.full((2, 2), cov.tokens[0, 0]))
-
-
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
 def test_mean_pool_is_exact(structure: type[Covariance]):
     cov = random_cov(KEYS[1], structure, SHAPE)

@@ -45,22 +45,6 @@ def assert_same(a, b, tolerance=1e-12):
     jax.tree.map(lambda x, y: assert_close(x, y, tolerance), a, b)
 
 
-def test_outside_compiled_code_a_call_is_one_program_that_takes_any_beliefs():
-    traced = []
-
-    class Seen(Net):
-        def __call__(self, x):
-            traced.append(x)
-            return super().__call__(x)
-
-    model = mj.Bayesian(Seen(nnx.Rngs(0)), structure=mj.Diagonal)
-    first, count = model(X), len(traced)
-    assert count > 0
-    assert_same(model(X), first)
-    assert (model.scaled(2.0)(X).sd > first.sd).all()
-    assert len(traced) == count
-
-
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
 def test_moments_have_the_networks_shapes(structure):
     for network, x in ((net(), X), (nnx.Linear(6, 3, rngs=nnx.Rngs(0)), TOKENS)):
@@ -292,37 +276,18 @@ WRONG = [
     (lambda: mj.Bayesian(nnx.Dropout(0.1)), ValueError, "network with parameters"),
     (lambda: mj.Bayesian(jnp.tanh), TypeError, "mj.propagate"),
     (lambda: mj.Bayesian(net()).corrected(X, samples=1), ValueError, "samples >= 2"),
-    (
-        lambda: mj.Bayesian(net()).check((X, mj.Separable.zeros((1, 3)))),
-        ValueError,
-        "certain inputs",
-    ),
+    (lambda: mj.Bayesian(net()).check((X, mj.Separable.zeros((1, 3)))), ValueError, "certain inputs"),
     (lambda: mj.Bayesian(net())(X[:0]), ValueError, "an example or more, .*Got"),
-    (
-        lambda: mj.Bayesian(net(), mj.Categorical()).predict(X, batch_size=0.5),
-        ValueError,
-        "integer",
-    ),
+    (lambda: mj.Bayesian(net(), mj.Categorical()).predict(X, batch_size=0.5), ValueError, "integer"),
     (lambda: mj.Bayesian(mj.Bayesian(net())), TypeError, "at_means"),
     (lambda: mj.Bayesian(linen.Dense(2)), TypeError, "module.bind"),
-    (
-        lambda: mj.Bayesian(net(), random=nnx.PathContains("body")),
-        ValueError,
-        "hidden/kernel.*head",
-    ),
+    (lambda: mj.Bayesian(net(), random=nnx.PathContains("body")), ValueError, "hidden/kernel.*head"),
     (lambda: mj.Bayesian(net(), beliefs={"hidden": {"weight": X}}), ValueError, "hidden/weight"),
-    (
-        lambda: mj.Bayesian(net(), beliefs={"head": {"bias": mj.posterior.Factorized(X, X**2)}}),
-        ValueError,
-        r"head/bias \(2,\).*\(5, 3\)",
-    ),
+    (lambda: mj.Bayesian(net(), beliefs={"head": {"bias": mj.posterior.Factorized(X, X**2)}}),
+     ValueError, r"head/bias \(2,\).*\(5, 3\)"),
     (lambda: mj.Bayesian(net(), beliefs={}), ValueError, "one array at least"),
     (lambda: mj.Bayesian(net(), family=mj.posterior.Posterior), TypeError, "posterior family"),
-    (
-        lambda: mj.Bayesian(net(), family=lambda _: mj.posterior.KroneckerEigen),
-        ValueError,
-        "vector",
-    ),
+    (lambda: mj.Bayesian(net(), family=lambda _: mj.posterior.KroneckerEigen), ValueError, "vector"),
     (lambda: mj.Bayesian(net(), relative_scale=0), ValueError, "relative_scale > 0"),
     (lambda: mj.Bayesian(net(), structure="Full"), TypeError, "mj.Separable"),
     (lambda: mj.Bayesian(net(), batch_axes=0), ValueError, r"x\[None\].*mj\.joint"),
@@ -345,12 +310,9 @@ WRONG = [
     (lambda: mj.Bayesian(net())(X, shift=jnp.ones((5, 1))), ValueError, "shift.*by position"),
     (lambda: mj.Bayesian(net()).replace(family=None), TypeError, "landmarks, linearised"),
     (lambda: mj.Bayesian(Reports())(X.astype(jnp.float32)), ValueError, r"network.eval\(\)"),
-    (
-        lambda: mj.Bayesian(net(), mj.Categorical()).elbo(X, jnp.full(5, 2), dataset_size=5),
-        ValueError,
-        "from 0 to 1",
-    ),
-]
+    (lambda: mj.Bayesian(net(), mj.Categorical()).elbo(X, jnp.full(5, 2), dataset_size=5),
+     ValueError, "from 0 to 1"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "kind", "message"), WRONG, ids=range(len(WRONG)))

@@ -62,7 +62,10 @@ def epistemic(mean, cov):
 
 @pytest.mark.parametrize("scale", [0.3, 1.0, 2.0])
 def test_labels_of_one_input_share_their_weights(scale, draws):
-    """Ten labels against draws of the logits; one label is `log_prob`; averages of models average."""
+    """Ten labels against draws of the logits; one label is `log_prob`; averages of models average.
+
+    So is the share of draws that a class leads.
+    """
     mean, factor = problem(1, scale, 3)
     cov = mj.Full((factor @ factor.T)[None, None, :, None])
     prediction = Categorical()(mj.Moments(mean[None], cov))
@@ -72,6 +75,8 @@ def test_labels_of_one_input_share_their_weights(scale, draws):
     truth = scipy.special.logsumexp(logs[:, labels[0]].sum(axis=1)) - np.log(len(draws))
     found = prediction.joint_log_prob(labels)
     np.testing.assert_allclose(found, [truth], atol=0.05 * max(scale, 1))
+    leads = (logits.argmax(axis=1) == labels[0, 0]).mean()
+    np.testing.assert_allclose(prediction.expected_accuracy(labels[:, 0]), [leads], atol=0.01)
     one = prediction.joint_log_prob(labels[:, :1])
     np.testing.assert_allclose(one, prediction.log_prob(labels[:, 0]), atol=0.01 * scale)
     other = Categorical()(mj.Moments(-mean[None], cov))

@@ -6,18 +6,12 @@ import numpy as np
 
 from moment_jax import reference
 from moment_jax.covariance import Full
-from moment_jax.layers import NormParams, layer_norm, matmul, softmax
+from moment_jax.layers import NormParams, layer_norm, softmax
 from moment_jax.posterior import Point
 from tests.builders import VECTOR_FAMILIES
 from tests.reference.examples import FEATURES, assert_same, moments_of, norm_of, product_operands
 
 KEY = jax.random.key(8)
-
-
-def asymmetry(cov, *axes):
-    """How far the cross-covariance block of two different rows (or columns) is from symmetric."""
-    block = np.asarray(jnp.transpose(cov, axes))[0, 1]
-    return np.max(np.abs(block - block.T))
 
 
 def test_proposition2_by_the_indices_of_the_derivation():
@@ -37,15 +31,6 @@ def test_proposition2_by_the_indices_of_the_derivation():
             )
     stacked = reference.proposition2(mean_a, cov_a, mean_b, cov_b).transpose(1, 0, 3, 2)
     np.testing.assert_allclose(stacked.reshape(n * q, n * q), expected, rtol=1e-12)
-
-
-def test_matmul_is_propositions_1_and_2():
-    mean_a, cov_a, mean_b, cov_b = product_operands()
-    assert asymmetry(cov_a, 0, 2, 1, 3) > 0.1
-    assert asymmetry(cov_b, 1, 3, 0, 2) > 0.1
-    expected = reference.proposition1(mean_a, mean_b)
-    expected_cov = reference.proposition2(mean_a, cov_a, mean_b, cov_b)
-    assert_same(matmul(mean_a, Full(cov_a), mean_b, Full(cov_b)), (expected, expected_cov))
 
 
 def by_autodiff(fn, mean, cov):
@@ -81,15 +66,3 @@ def test_layer_norm_is_proposition_4():
     expected = reference.proposition4(mean, cov, gain, zeros, zeros, epsilon=sampled)
     _, got = layer_norm(mean, Full(cov), NormParams(Point(gain)))
     np.testing.assert_allclose(got.cov, expected, rtol=1e-10, atol=1e-12)
-
-
-def test_proposition_4_passes_the_whole_jacobian():
-    mean, cov = moments_of(7)
-
-    def normalize(x):
-        centred = x - jnp.mean(x, axis=1, keepdims=True)
-        return centred / jnp.sqrt(jnp.var(x, axis=1, keepdims=True) + 1e-6)
-
-    zeros = jnp.zeros((FEATURES, FEATURES))
-    got = reference.proposition4(mean, cov, jnp.ones(FEATURES), zeros, zeros)
-    np.testing.assert_allclose(got, by_autodiff(normalize, mean, cov), rtol=1e-10, atol=1e-12)
