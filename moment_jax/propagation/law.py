@@ -76,7 +76,7 @@ def first_off(bound: float, plan: Callable[..., Any], params: Any, inputs: Any) 
     """
 
     def operations(params: Any, inputs: Any) -> list[Any]:
-        _, propagator = plan(params, inputs)
+        _, propagator = plan(params, inputs, unrolls=True)
         planned = sorted(propagator.planned.items(), key=lambda pair: pair[0].index)
         known: dict[Any, Any] = {n: m.array() for n, m in planned if n.op in ("given", "loop")}
         nodes.extend(n for n, _ in planned)

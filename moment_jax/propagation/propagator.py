@@ -352,9 +352,13 @@ def propagate(
 
 
 def plan(
-    fn: Any, params: Any, inputs: Any, structure: type[Covariance], landmarks: int | None
-) -> tuple[Sequence, Propagator]:
-    """The output of `propagate(fn)` with nothing computed, and what was planned on the way."""
+    fn: Any, params: Any, inputs: Any, structure: type[Covariance], landmarks: int | None,
+    *, unrolls: bool = False,
+) -> tuple[Sequence, Propagator]:  # fmt: skip
+    """The output of `propagate(fn)` with nothing computed, and what was planned on the way.
+
+    What a loop cannot carry is unrolled, or, if that is asked for, every loop.
+    """
 
     def is_belief(leaf: Any) -> bool:
         return isinstance(leaf, Posterior)
@@ -396,7 +400,7 @@ def plan(
         return m.sequence(*arrays.by_last_axis(m.ndim)), propagator
 
     try:
-        return planned(False)
+        return planned(unrolls)
     except PropagationError:  # what a loop cannot carry, its operations one by one may
         return planned(True)
 

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
-from moment_jax.propagation import blocks
+from moment_jax.propagation import blocks, propagator
 from tests.builders import KERNEL_FAMILIES, assert_close, random_kernel
 
 pytestmark = pytest.mark.usefixtures("ranks_of_a_user")
@@ -188,6 +188,24 @@ def test_a_loop_takes_beliefs_of_every_family_that_are_alike(family, monkeypatch
     (_, truth), (program, moments) = list_and_loop(in_turn, weights)
     jax.tree.map(lambda x, y: assert_close(x, y, 1e-6), truth, moments)
     assert lengths(program) == ({7} if others is family else {4, 3})
+
+
+def test_what_is_off_in_a_loop_is_named(monkeypatch):
+    monkeypatch.setattr(blocks, "SMALLEST", 1)
+    monkeypatch.setitem(propagator._REGISTERED, "sin", [])
+    mj.propagation_rule("sin")(lambda mean, cov, **_: (jnp.sin(mean) + 1, cov))
+
+    def sines(weights, x):
+        for w in weights:
+            x = jnp.sin(x @ w)
+        return x
+
+    weights = [
+        random_kernel(key, mj.posterior.Factorized, (D, D)) for key in jax.random.split(KEY, 4)
+    ]
+    assert lengths(str(jax.make_jaxpr(mj.propagate(sines))(weights, X[0]))) == {4}
+    with pytest.raises(mj.PropagationError, match="first operation that is off is `sin`"):
+        mj.propagate(sines, receipt=True)(weights, X[0])
 
 
 def test_queries_that_are_a_part_of_the_memory_share_its_noise():
