@@ -34,6 +34,7 @@ def _quadrature(fn: Callable) -> Callable[[jax.Array, jax.Array], ElementwiseMom
     return partial(expectations.elementwise, fn, num_nodes=32)
 
 
+_CLIP = {"kinks": (-1.0, 0.5), "slopes": (0.1, 1.0, 0.0), "value": -1.0}
 FAMILIES = {
     "rectified": Family(
         expectations.rectified, lambda x: np.maximum(x, 0), lambda x: 1.0 * (x > 0), _CLOSED
@@ -43,12 +44,10 @@ FAMILIES = {
         lambda x: x * ndtr(x),
         lambda x: ndtr(x) + x * _density(x),
         _CLOSED,
-        exact_variance=False,
+        False,
     ),
     "clipped": Family(
-        partial(
-            expectations.piecewise_linear, kinks=(-1.0, 0.5), slopes=(0.1, 1.0, 0.0), value=-1.0
-        ),
+        partial(expectations.piecewise_linear, **_CLIP),
         lambda x: np.clip(x, -1, 0.5) + 0.1 * np.minimum(x + 1, 0),
         lambda x: np.where(x < -1, 0.1, 1.0 * (x < 0.5)),
         _CLOSED,

@@ -176,21 +176,12 @@ def test_negative_rounding_counts_as_zero(name):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_sd_of_gelu(dtype):
     """The documented budget, in sd of x: three terms of a sum of squares, so never too large."""
-    budget = {
-        1e-8: 1e-4,
-        1e-3: 1e-4,
-        0.1: 1e-4,
-        0.5: 0.0044,
-        1.0: 0.0125,
-        2.0: 0.0215,
-        10.0: 0.0215,
-        100.0: 0.0215,
-    }
+    budget = dict.fromkeys((1e-8, 1e-3, 0.1), 1e-4) | {0.5: 0.0044, 1.0: 0.0125}
+    budget |= dict.fromkeys((2.0, 10.0, 100.0), 0.0215)
     m, v = np.meshgrid(np.linspace(-5, 5, 11), [*budget])
     got = np.sqrt(at(FAMILIES["gelu"], m, v, dtype)[0].variance.astype(float))
-    exact = [
-        integral(FAMILIES["gelu"], *point).variance for point in zip(m.flat, v.flat, strict=True)
-    ]
+    points = zip(m.flat, v.flat, strict=True)
+    exact = [integral(FAMILIES["gelu"], *point).variance for point in points]
     missing = (np.sqrt(np.reshape(exact, m.shape)) - got) / np.sqrt(v)
     assert (missing > -1e-4).all()
     np.testing.assert_array_less(missing.max(axis=1), [*budget.values()])
@@ -198,12 +189,8 @@ def test_sd_of_gelu(dtype):
 
 def test_steps():
     """Mean and variance are integrals; gain and second are slopes of the mean (Stein, Price)."""
-    pieces = {
-        "kinks": [0.5],
-        "slopes": [2.0, 0.3],
-        "value": 0.7,
-        "steps": [(2.0, 1.0), (-1.0, 0.5)],
-    }
+    pieces = {"kinks": [0.5], "slopes": [2.0, 0.3], "value": 0.7}
+    pieces["steps"] = [(2.0, 1.0), (-1.0, 0.5)]
     family = Family(
         functools.partial(expectations.piecewise_linear, **pieces),
         lambda x: 0.7 + np.where(x < 0.5, 2.0, 0.3) * (x - 0.5) + 0.5 * (x > -1) + (x > 2),
@@ -265,15 +252,8 @@ def test_expected_value_and_its_derivatives_by_prices_theorem():
     chex.assert_trees_all_close(found, (sine, -sine / 2, cosine, sine / 4), rtol=1e-9)
 
 
-ORDINARY = (
-    jnp.tanh,
-    jax.nn.silu,
-    jax.nn.gelu,
-    jax.nn.sigmoid,
-    jax.nn.softplus,
-    jax.nn.mish,
-    jax.nn.elu,
-)
+NAMES = "tanh", "silu", "gelu", "sigmoid", "softplus", "mish", "elu"
+ORDINARY = [getattr(jax.nn, name) for name in NAMES]
 
 
 def test_ordinary_activations_keep_16_nodes():

@@ -58,6 +58,7 @@ def test_of_a_linear_network_it_is_bayesian_linear_regression():
     model, receipt = fit(linear(), data=(X * units, y), max_steps=3000)
     (found,) = receipt.evidence
     assert receipt.converged
+    assert (receipt.objective, receipt.reason) == ("evidence", "4 weights, of 1 to 5,000")
     assert found.prior_precision["kernel"] == pytest.approx(known.lambda_, rel=1e-3)
     assert model.likelihood.noise_variance[0] == pytest.approx(y.var() / known.alpha_, rel=1e-3)
     assert found.log_evidence + 40 * np.log(y.std()) == pytest.approx(known.scores_[-1], abs=1e-2)
@@ -238,8 +239,8 @@ def test_a_known_noise_ten_rows_and_constant_inputs():
     [
         ({}, "evidence", "8 weights, of 1 to 5,000"),
         ({"likelihood": mj.Gaussian(1.0)}, "evidence", "8 weights"),
-        ({"likelihood": NOISY, "data": (X, Y[:, 0])}, "evidence", "8 weights"),
-        ({"likelihood": CATEGORICAL, "data": (X, LABELS)}, "elbo", "not Gaussian"),
+        ({"likelihood": NOISY}, "evidence", "8 weights"),
+        ({"likelihood": CATEGORICAL}, "elbo", "not Gaussian"),
         ({"structure": mj.Full}, "elbo", "structure, for the ELBO"),
         ({"held_out": 0.2}, "elbo", "held_out"),
         ({"objective": "elbo"}, "elbo", "asked for"),
@@ -247,12 +248,13 @@ def test_a_known_noise_ten_rows_and_constant_inputs():
     ],
 )
 def test_the_default(change, objective, reason, capsys):
-    outputs = 3 if change.get("likelihood") is CATEGORICAL else 2
-    options = {"network": linear(outputs), "objective": None, "max_steps": 20, "progress": True}
-    _, receipt = fit(**{**options, **change})
-    assert receipt.objective == objective
-    assert reason in receipt.reason
-    assert f"fit: objective={objective!r}, for {receipt.reason}" in capsys.readouterr().err
+    """It is told before the data are looked at, and here are none: nothing is trained."""
+    options = {"network": linear(2), "objective": None, "data": (X[:0], Y[:0]), "progress": True}
+    with pytest.raises(ValueError, match=r"at least one. Got \[0, 0\]"):
+        fit(**{**options, **change})
+    told = capsys.readouterr().err
+    assert told.startswith(f"fit: objective={objective!r}, for ")
+    assert reason in told
 
 
 @pytest.mark.parametrize(

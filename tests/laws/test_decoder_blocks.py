@@ -43,15 +43,12 @@ def of_layers(arrays, x, memory, *, norm_first, mask=None):
     attend = plain_attention(arrays.self_attention, HEADS)
     look = plain_attention(arrays.cross_attention, HEADS)
     hidden, output = map(plain_linear, (arrays.feed_forward.hidden, arrays.feed_forward.output))
-    for norm, branch in zip(
-        norms,
-        (
-            lambda y: attend(y, mask=mask),
-            lambda y: look(y, memory, memory),
-            lambda y: output(jax.nn.relu(hidden(y))),
-        ),
-        strict=True,
-    ):
+    branches = (
+        lambda y: attend(y, mask=mask),
+        lambda y: look(y, memory, memory),
+        lambda y: output(jax.nn.relu(hidden(y))),
+    )
+    for norm, branch in zip(norms, branches, strict=True):
         x = x + branch(norm(x)) if norm_first else norm(x + branch(x))
     return x
 

@@ -1,6 +1,7 @@
 """Each error states the rule, the value and the fix, in one line."""
 
 import re
+from functools import partial
 
 import jax
 import numpy as np
@@ -13,6 +14,8 @@ from tests.posterior.families import IN, KEY, OUT, PRIOR, example, stack
 Point, Factorized, OutputShared, KroneckerEigen, FullNormal = KERNEL_FAMILIES
 KERNEL, VECTOR, STACK = np.zeros((IN, OUT)), np.zeros((IN,)), np.zeros((4, IN, OUT))
 X, EYE, SHARED = np.ones((5, IN)), np.eye(IN), example(OutputShared)
+TWO = {family: stack([example(family)] * 2) for family in (KroneckerEigen, FullNormal)}
+OF_VARIANCE = partial(Factorized, KERNEL)
 
 CASES = {
     "scalar": (lambda: Factorized(KERNEL, 0.1), "(3, 2) and (). For one", "full_like"),
@@ -31,23 +34,11 @@ CASES = {
     "metric_of_vector": (lambda: Point(VECTOR).input_metric(), "(in, out). Got (3,)", "jax.vmap"),
     "vector_of_kernel": (lambda: Point(KERNEL).vector_cov(), "(D,). Got (3, 2)", "jax.vmap"),
     "vector_of_shared": (lambda: SHARED.vector_cov(), "(D,). Got (3, 2)", "Use Point, Factorized"),
-    "matrix_stack": (
-        lambda: stack([example(KroneckerEigen)] * 2).kl(PRIOR),
-        "Got (2, 3, 2)",
-        "jax.vmap",
-    ),
-    "full_stack": (
-        lambda: stack([example(FullNormal)] * 2).sample(KEY),
-        "Got (2, 3, 2, 3, 2) and",
-        "jax.vmap",
-    ),
+    "matrix_stack": (lambda: TWO[KroneckerEigen].kl(PRIOR), "Got (2, 3, 2)", "jax.vmap"),
+    "full_stack": (lambda: TWO[FullNormal].sample(KEY), "Got (2, 3, 2, 3, 2) and", "jax.vmap"),
     "prior": (lambda: SHARED.kl(GaussianPrior(0.0, X)), "(3, 2). Got () and (5, 3)", "scalars"),
     "prior_rank": (lambda: SHARED.kl(GaussianPrior(STACK[:1])), "Got (1, 3, 2) and ()", "scalars"),
-    "traced": (
-        lambda: jax.eval_shape(lambda variance: Factorized(KERNEL, variance), np.ones(OUT)),
-        "(3, 2) and (2,)",
-        "full_like",
-    ),
+    "traced": (lambda: jax.eval_shape(OF_VARIANCE, np.ones(OUT)), "(3, 2) and (2,)", "full_like"),
 }
 
 
