@@ -96,12 +96,7 @@ class InversePair(NamedTuple):
     outputs: Array
 
 
-class Inverses(NamedTuple):
-    """Inverses by group of layers, and when they were computed."""
-
-    pairs: dict[str, InversePair]
-    age: Array  # steps since the last refresh; negative before the first
-    interval: Array  # steps from it to the next, 1, 2, 4, ...: averages of few batches change most
+Inverses = dict[str, InversePair]  # by group of layers
 
 
 def no_inverses(averages: Factors) -> Inverses:
@@ -111,28 +106,19 @@ def no_inverses(averages: Factors) -> Inverses:
         if not isinstance(factor, DiagonalFactor):
             first = factor.outputs[:, 0] if isinstance(factor, EmbeddingFactor) else factor.inputs
             pairs[key] = InversePair(jnp.zeros_like(first), jnp.zeros_like(factor.outputs))
-    return Inverses(pairs, jnp.int32(-1), jnp.int32(0))
+    return pairs
 
 
-def refreshed(
-    inverses: Inverses, factors: Factors, damping: Array, fresh: Array, known: Array, every: Any
-) -> Inverses:
-    """New inverses of the current averages where they are due, else the old ones.
+def refreshed(inverses: Inverses, factors: Factors, damping: Array, due: Array) -> Inverses:
+    """The inverses of the current averages where they are due, else the old ones.
 
-    A refresh waits for `fresh` curvature, the first one until it is `known`. (Choosing between two
-    afterwards would keep both in memory.)
+    (Choosing between two afterwards would keep both in memory.)
     """
-    wanted = jnp.asarray(every, jnp.int32)
-    due = (inverses.age + 1 >= jnp.minimum(inverses.interval, wanted)) & fresh
-    due = ((inverses.age < 0) | due) & known
 
-    def invert() -> dict[str, InversePair]:
-        return {key: _inverted(factors[key], damping, old) for key, old in inverses.pairs.items()}
+    def invert() -> Inverses:
+        return {key: _inverted(factors[key], damping, old) for key, old in inverses.items()}
 
-    pairs = jax.lax.cond(due, invert, lambda: inverses.pairs)
-    age = jnp.where(due, 0, inverses.age + known)
-    grown = jnp.where(due, jnp.clip(2 * inverses.interval, 1, wanted), inverses.interval)
-    return Inverses(pairs, age, grown)
+    return jax.lax.cond(due, invert, lambda: inverses)
 
 
 def _inverted(factor: Factor, damping: Array, old: InversePair) -> InversePair:

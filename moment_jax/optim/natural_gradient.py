@@ -30,7 +30,7 @@ class SecondOrderState(NamedTuple):
 
 def scale_by_kfac(
     *, blocks: Blocks, damping: Number | Schedule = 3e-4, decay: Number = 0.96,
-    curvature_every: int | Array = 5, refresh_every: int | Array = 5,
+    curvature_every: int | Array = 5,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The direction (A + ..)^-1 grad (G + ..)^-1 of K-FAC.
 
@@ -49,8 +49,8 @@ def scale_by_kfac(
         eigenvalues of F, the step is that of gradient descent.
       decay: of the running averages of the factors, for each step, also those without curvature: .96
         reaches back 25 steps. 0 to use each batch on its own.
-      curvature_every: steps between new curvature, for `curvature_due`; the first few steps all have it.
-      refresh_every: steps between inversions; the first intervals are 1, 2, 4, ... steps.
+      curvature_every: steps between new curvature, for `curvature_due`, and so between inversions; the
+        first few steps all have it.
 
     Raises:
       ValueError: if a number is out of range, or (from init and update) parameters or factors do not
@@ -59,14 +59,14 @@ def scale_by_kfac(
     Source: Brownian document, Eq. 16 to 18; Martens and Grosse, Optimizing neural networks with
     Kronecker-factored approximate curvature, 2015 (factored Tikhonov damping: section 6.3).
     """
-    settings = damping, decay, curvature_every, refresh_every
+    settings = damping, decay, curvature_every
     return _scale_by_curvature("kfac", curvature.apply_inverse, True, blocks, *settings)
 
 
 def scale_by_cg_fac(
     *, blocks: Blocks, damping: Number | Schedule = 3e-4, max_iterations: int | Array = 5,
     tolerance: Number = 0.1, precondition: bool = True, decay: Number = 0.96,
-    curvature_every: int | Array = 5, refresh_every: int | Array = 5,
+    curvature_every: int | Array = 5,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The direction x of (F + damping I) x = grad, by conjugate gradients: F is not formed or inverted.
 
@@ -83,7 +83,7 @@ def scale_by_cg_fac(
     """
     check_range("cg_fac", least=1, whole=True, max_iterations=max_iterations)
     check_range("cg_fac", tolerance=tolerance)
-    settings = damping, decay, curvature_every, refresh_every
+    settings = damping, decay, curvature_every
     solve = partial(curvature.iterated, max_iterations=max_iterations, tolerance=tolerance)
     return _scale_by_curvature("cg_fac", solve, precondition, blocks, *settings)
 
@@ -91,12 +91,11 @@ def scale_by_cg_fac(
 def _scale_by_curvature(
     name: str, solve: Callable[..., Array], inverts: bool, given: Blocks,
     damping: Number | Schedule, decay: Number, curvature_every: int | Array,
-    refresh_every: int | Array,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """What K-FAC and CG-FAC share; `solve` finds the direction of a group."""
     check_range(name, damping=damping)
     check_range(name, below=1, decay=decay)
-    check_range(name, 1, whole=True, curvature_every=curvature_every, refresh_every=refresh_every)
+    check_range(name, 1, whole=True, curvature_every=curvature_every)
 
     def init(params: optax.Params) -> SecondOrderState:
         dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(params))
@@ -120,13 +119,13 @@ def _scale_by_curvature(
         steps, every = state.steps + known, jnp.asarray(curvature_every, jnp.int32)
         due = (steps < every) | (steps % every == 0) | ~known
         gamma = extra.get("damping", current(damping, state.steps))
-        inverses = curvature.refreshed(state.inverses, factors, gamma, fresh, known, refresh_every)
+        inverses = curvature.refreshed(state.inverses, factors, gamma, fresh & known)
 
         def direction(key: str, grad: Array) -> Array:
             factor = factors[key]
             if isinstance(factor, curvature.DiagonalFactor):
                 return curvature.divided(grad, factor.squares + gamma)
-            x = solve(inverses.pairs.get(key), factor, grad, gamma)
+            x = solve(inverses.get(key), factor, grad, gamma)
             return jnp.where(jnp.all(jnp.isfinite(x)), x, 0)
 
         grads = {
@@ -189,7 +188,7 @@ def kfac(
     learning_rate: Number | Schedule = 1.0, *, blocks: Blocks,
     damping: Number | Schedule | None = None, kl_bound: Number | Schedule | None = None,
     momentum: Number = 0.8, weight_decay: Number = 0.0, decay: Number = 0.96,
-    curvature_every: int | Array = 5, refresh_every: int | Array = 5,
+    curvature_every: int | Array = 5,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Kronecker-factored approximate curvature, without tuning.
 
@@ -214,7 +213,7 @@ def kfac(
     """
     direction = scale_by_kfac(
         blocks=blocks, damping=3e-4 if damping is None else damping, decay=decay,
-        curvature_every=curvature_every, refresh_every=refresh_every,
+        curvature_every=curvature_every,
     )  # fmt: skip
     return _chain("kfac", direction, learning_rate, damping, kl_bound, momentum, weight_decay)
 
@@ -224,7 +223,7 @@ def cg_fac(
     damping: Number | Schedule | None = None, kl_bound: Number | Schedule | None = None,
     momentum: Number = 0.8, weight_decay: Number = 0.0, max_iterations: int | Array = 5,
     tolerance: Number = 0.1, precondition: bool = True, decay: Number = 0.96,
-    curvature_every: int | Array = 5, refresh_every: int | Array = 5,
+    curvature_every: int | Array = 5,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The natural gradient by conjugate gradients: `kfac` with `scale_by_cg_fac` in its chain.
 
@@ -233,7 +232,7 @@ def cg_fac(
     direction = scale_by_cg_fac(
         blocks=blocks, damping=3e-4 if damping is None else damping, decay=decay,
         max_iterations=max_iterations, tolerance=tolerance, precondition=precondition,
-        curvature_every=curvature_every, refresh_every=refresh_every,
+        curvature_every=curvature_every,
     )  # fmt: skip
     return _chain("cg_fac", direction, learning_rate, damping, kl_bound, momentum, weight_decay)
 
