@@ -65,7 +65,6 @@ def averaged(averages: Factors, new: Factors, kept: Array, finite: Array) -> Fac
     """The exponential averages, `kept` to that share, with one more factor each that has a weight.
 
     They are bias-corrected: an average is divided by the sum of the weights so far, kept as its weight.
-    Correcting at reading time instead would store every factor twice.
     """
 
     def one(average: Factor, new: Factor) -> Factor:
@@ -110,10 +109,7 @@ def no_inverses(averages: Factors) -> Inverses:
 
 
 def refreshed(inverses: Inverses, factors: Factors, damping: Array, due: Array) -> Inverses:
-    """The inverses of the current averages where they are due, else the old ones.
-
-    (Choosing between two afterwards would keep both in memory.)
-    """
+    """The inverses of the current averages where they are due, else the old ones."""
 
     def invert() -> Inverses:
         return {key: _inverted(factors[key], damping, old) for key, old in inverses.items()}
@@ -188,9 +184,8 @@ def iterated(
     """(F + damping I)^-1 grad of a group, by conjugate gradients, preconditioned by a pair.
 
     Brownian document, Algorithm 1, with alpha_k in the updates of x and r. A layer stops when its
-    residual is at most `tolerance` times |grad|, or at a direction without positive finite curvature.
-    `jax.scipy.sparse.linalg.cg` divides by such a curvature (NaN from a singular F without damping), and
-    takes one product with F more, where one to three do.
+    residual is at most `tolerance` times |grad|, or at a direction without positive finite curvature,
+    by which `jax.scipy.sparse.linalg.cg` would divide.
     """
 
     def dot(left: Array, right: Array) -> Array:
