@@ -27,7 +27,7 @@ STYLE = {
     "ytick.color": "0.3",
     "legend.frameon": False,
 }
-WRONG, OTHER, PLAIN, BAYES = "#c8442f", "#b9c0c8", "#d1852b", "#2b6cb0"
+WRONG, PLAIN, BAYES = "#c8442f", "#d1852b", "#2b6cb0"
 LINES = (
     (PLAIN, "-"),
     ("0.3", "--"),
