@@ -23,7 +23,7 @@ COMMANDS = {
     "seq2seq": "forecast hourly temperatures with an encoder-decoder Bayesian Transformer",
     "discrete": "train an autoencoder with categorical codes, against a dense one",
     "brownian": "attention as a Markov chain, tokens as a motion, and which heads matter",
-    "optimizers": "compare Adam, Muon, CG-FAC and K-FAC: steps and seconds to a loss",
+    "optimizers": "compare AdamW, Muon, CG-FAC and K-FAC: updates and seconds to a loss",
     "scale": "many devices and processes, export, a TPU pod, training that survives kills",
 }
 """Every experiment: the name of its module, which has `add_arguments(parser)` and `run(args)`."""

@@ -1,8 +1,10 @@
-"""The tasks of the comparison: networks of Flax, losses, images, and target losses."""
+"""The tasks of the comparison: networks of Flax, losses, batches, and what is held out."""
 
-from collections.abc import Callable
+import sysconfig
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -14,138 +16,170 @@ from jax import Array
 
 import moment_jax as mj
 from experiments import data
-from experiments.networks import vision_transformer
+from experiments.seq2seq import data as temperatures
 
 Batch = tuple[Array, ...]
+Loss = Callable[..., tuple[Array, mj.optim.Prediction]]  # (model, *batch) -> (loss, prediction)
 
-WIDTHS = (64, 128, 64, 12, 64, 128, 64)
-NUM_EVALUATED = 512
-NUM_HEADS = 4
-BATCH_SIZE = 64
+LENGTH, FORECAST = 96, 24  # hours known, in twelve tokens, and hours wanted
+WINDOW = 64  # characters
+READ = ("inspect", "typing", "pydoc", "argparse", "tarfile", "subprocess", "zipfile", "ast")
+HELD_OUT = ("smtplib", "enum")
 
 
 class OptimizerTask(NamedTuple):
     """One comparison."""
 
-    name: str  # shown in tables
+    name: str
     create: Callable[[int], nnx.Module]  # seed -> an untrained model
-    loss: Callable[..., tuple[Array, Any]]  # (model, *batch) -> (loss, prediction)
-    arrays: tuple[np.ndarray, ...]  # the training data, with one leading axis of examples
-    target: float  # the loss to be reached
-    num_steps: int  # updates
-    num_second_order_steps: int  # the same of second-order methods
-
-    def batch(self, key: Array, step: Array) -> Batch:
-        """The examples of an update: each epoch is a new order of all of them."""
-        chosen = data.batch_indices(key, step, self.arrays[0].shape[0], BATCH_SIZE)
-        return tuple(jnp.asarray(array)[chosen] for array in self.arrays)
-
-    @property
-    def evaluated(self) -> Batch:
-        """The examples on which the loss is followed: the first ones of the training data."""
-        return tuple(jnp.asarray(array[:NUM_EVALUATED]) for array in self.arrays)
+    loss: Loss
+    batch: Callable[[Array, Array], Batch]  # (key, step) -> the examples of an update
+    train: Batch  # on which the loss is followed
+    held_out: Batch
+    num_steps: int
 
 
-class Autoencoder(nnx.Module):
-    """Dense layers with tanh between them, and none of it at the narrow layer and at the end."""
+class Block(nnx.Module):
+    """A block, normalised first."""
 
-    def __init__(self, seed: int) -> None:
-        rngs = nnx.Rngs(seed)
-        self.layers = nnx.List(nnx.Linear(a, b, rngs=rngs) for a, b in pairwise(WIDTHS))
-        self.linear_after = (WIDTHS.index(min(WIDTHS)) - 1, len(WIDTHS) - 2)
-
-    def __call__(self, x: Array) -> Array:
-        """(N, D) -> (N, D)."""
-        for i, layer in enumerate(self.layers):
-            x = layer(x)
-            if i not in self.linear_after:
-                x = jnp.tanh(x)
-        return x
-
-
-def autoencoder() -> OptimizerTask:
-    """Digits through 12 numbers; half the squared error of an image, pixels in [0, 1]."""
-
-    def loss(model: Any, pixels: Array) -> tuple[Array, Any]:
-        output = model(pixels)
-        losses = jnp.sum((output - pixels) ** 2, axis=-1) / 2
-        return losses.mean(), mj.optim.NormalPrediction(output)
-
-    pixels = data.pixels().reshape(-1, WIDTHS[0])
-    return OptimizerTask("autoencoder", Autoencoder, loss, (pixels,), 0.25, 2500, 400)
-
-
-class AttentionBlock(nnx.Module):
-    """A block of Flax's own layers, normalised first."""
-
-    def __init__(self, num_features: int, rngs: nnx.Rngs) -> None:
-        self.norm1 = nnx.LayerNorm(num_features, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(NUM_HEADS, num_features, decode=False, rngs=rngs)
-        self.norm2 = nnx.LayerNorm(num_features, rngs=rngs)
-        self.hidden = nnx.Linear(num_features, 4 * num_features, rngs=rngs)
-        self.output = nnx.Linear(4 * num_features, num_features, rngs=rngs)
+    def __init__(self, width: int, causal: bool, rngs: nnx.Rngs) -> None:
+        self.norm1, self.norm2 = (nnx.LayerNorm(width, rngs=rngs) for _ in range(2))
+        self.inputs = nnx.List(nnx.Linear(width, width, rngs=rngs) for _ in range(3))
+        self.mixed = nnx.Linear(width, width, rngs=rngs)
+        self.hidden = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.output, self.causal = nnx.Linear(4 * width, width, rngs=rngs), causal
 
     def __call__(self, x: Array) -> Array:
         """(N, T, D) -> (N, T, D)."""
-        x = x + self.attention(self.norm1(x))
+        z = self.norm1(x)
+        heads = [each(z).reshape(*x.shape[:2], 4, -1) for each in self.inputs]
+        attended = jax.nn.dot_product_attention(*heads, is_causal=self.causal)
+        x = x + self.mixed(attended.reshape(x.shape))
         return x + self.output(nnx.gelu(self.hidden(self.norm2(x))))
 
 
-class AttentionNetwork(nnx.Module):
-    """Patches of 2 x 2 pixels through two blocks, and their mean to the classes."""
+class Transformer(nnx.Module):
+    """Two blocks over symbols or patches, and a head of each token, of their mean, or of all."""
 
-    def __init__(self, seed: int, num_features: int = 32) -> None:
-        rngs = nnx.Rngs(seed)
-        self.patches = nnx.Conv(1, num_features, (2, 2), strides=2, rngs=rngs)
-        tokens = (data.IMAGE_SIZE // 2) ** 2
-        self.positions = nnx.Param(0.02 * jax.random.normal(rngs.params(), (tokens, num_features)))
-        self.blocks = nnx.List(AttentionBlock(num_features, rngs) for _ in range(2))
-        self.norm = nnx.LayerNorm(num_features, rngs=rngs)
-        self.output = nnx.Linear(num_features, data.NUM_CLASSES, rngs=rngs)
+    def __init__(
+        self, seed: int, *, tokens: int, width: int, outputs: int, patch: int = 0, read: str = "each"
+    ) -> None:  # fmt: skip
+        rngs, start = nnx.Rngs(seed), nnx.initializers.normal(0.02)
+        symbols = nnx.Embed(outputs, width, embedding_init=start, rngs=rngs)
+        self.embed = nnx.Linear(patch, width, rngs=rngs) if patch else symbols
+        self.positions = nnx.Param(start(rngs.params(), (tokens, width)))
+        self.blocks = nnx.List(Block(width, read == "each", rngs) for _ in range(2))
+        self.norm, self.read = nnx.LayerNorm(width, rngs=rngs), read
+        self.head = nnx.Linear(width * (tokens if read == "all" else 1), outputs, rngs=rngs)
 
-    def __call__(self, images: Array) -> Array:
-        """(N, size, size) -> (N, classes)."""
-        x = self.patches(images[..., None])
-        x = x.reshape(x.shape[0], -1, x.shape[-1]) + self.positions[...]
+    def __call__(self, x: Array) -> Array:
+        """(N, T) symbols or (N, T, patch) -> (N, T, outputs) or (N, outputs)."""
+        x = self.embed(x) + self.positions[...]
         for block in self.blocks:
             x = block(x)
-        return self.output(self.norm(x).mean(axis=1))
+        x = self.norm(x)
+        if self.read != "each":
+            x = x.mean(axis=1) if self.read == "mean" else x.reshape(len(x), -1)
+        return self.head(x)
 
 
-class ConvolutionNetwork(nnx.Module):
-    """Two convolutions with strides, and a dense layer."""
-
-    def __init__(self, seed: int) -> None:
-        rngs = nnx.Rngs(seed)
-        self.first = nnx.Conv(1, 8, (3, 3), strides=2, rngs=rngs)
-        self.second = nnx.Conv(8, 16, (3, 3), strides=2, rngs=rngs)
-        self.output = nnx.Linear(data.IMAGE_SIZE**2, data.NUM_CLASSES, rngs=rngs)
-
-    def __call__(self, images: Array) -> Array:
-        """(N, size, size) -> (N, classes)."""
-        x = nnx.relu(self.second(nnx.relu(self.first(images[..., None]))))
-        return self.output(x.reshape(x.shape[0], -1))
+def _perceptron(seed: int, widths: Sequence[int], activation: Any) -> nnx.Module:
+    """Dense layers with an activation between them, but for none at the narrowest and at the end."""
+    rngs, narrow = nnx.Rngs(seed), min(widths)
+    layers: list[Any] = []
+    for before, after in pairwise(widths):
+        layers += [nnx.Linear(before, after, rngs=rngs), *[activation] * (after > narrow)]
+    return nnx.Sequential(*layers[: len(layers) - (widths[-1] > narrow)])
 
 
-def classification(name: str, create: Callable[[int], nnx.Module]) -> OptimizerTask:
-    """Digits by a network; cross-entropy."""
-
-    def loss(model: Any, images: Array, labels: Array) -> tuple[Array, Any]:
-        logits = model(images)
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        return losses.mean(), mj.optim.CategoricalPrediction(logits)
-
-    return OptimizerTask(name, create, loss, tuple(data.load().train), 0.02, 300, 200)
+def _classes(model: Any, x: Array, labels: Array) -> tuple[Array, mj.optim.Prediction]:
+    logits = model(x)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.mean(), mj.optim.CategoricalPrediction(logits)
 
 
-SIZES = {"patch_size": 2, "num_blocks": 2, "num_features": 64, "hidden_features": 256}
-NETWORKS: dict[str, Callable[[int], nnx.Module]] = {
-    "attention": AttentionNetwork,
-    "transformer": partial(vision_transformer, **SIZES),
-    "convolution": ConvolutionNetwork,
-}
+def _pixels(model: Any, pixels: Array) -> tuple[Array, mj.optim.Prediction]:
+    output = model(pixels)
+    return jnp.sum((output - pixels) ** 2, -1).mean() / 2, mj.optim.NormalPrediction(output)
+
+
+def _hours(model: Any, past: Array, future: Array) -> tuple[Array, mj.optim.Prediction]:
+    output = model(past)
+    return jnp.mean((output - future) ** 2), mj.optim.NormalPrediction(output, 12**0.5)
+
+
+def _task(
+    name: str, create: Callable[[int], nnx.Module], loss: Loss, arrays: Sequence[np.ndarray],
+    held_out: Sequence[np.ndarray], size: int, shown: int = 500,
+) -> OptimizerTask:  # fmt: skip
+    """Batches in epochs; the loss is followed on examples spread over the training data."""
+
+    def batch(key: Array, step: Array) -> Batch:
+        chosen = data.batch_indices(key, step, len(arrays[0]), size)
+        return tuple(jnp.asarray(array)[chosen] for array in arrays)
+
+    train = tuple(jnp.asarray(array[:: len(arrays[0]) // shown]) for array in arrays)
+    return OptimizerTask(name, create, loss, batch, train, tuple(map(jnp.asarray, held_out)), 400)
+
+
+def _characters() -> OptimizerTask:
+    """Modules of Python's library, in its own characters; other modules are held out."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    kept = np.array([9, 10, *range(32, 127)])
+
+    def windows(names: Sequence[str], count: int) -> np.ndarray:
+        text = "".join((library / f"{name}.py").read_text("utf-8") for name in names)
+        codes = np.frombuffer(text.encode("ascii", "ignore"), np.uint8)
+        ids = np.where(np.isin(codes, kept), 1 + np.searchsorted(kept, codes), 0).astype(np.int32)
+        starts = np.linspace(0, len(ids) - WINDOW - 1, count).astype(int)
+        return ids[starts[:, None] + np.arange(WINDOW + 1)]
+
+    text, held_out = windows(READ, 8000), windows(HELD_OUT, 48)
+    create = partial(Transformer, tokens=WINDOW, width=64, outputs=len(kept) + 1)
+    first, later = ((ids[:, :-1], ids[:, 1:]) for ids in (text, held_out))
+    return _task("GPT, characters", create, _classes, first, later, 16, 48)._replace(num_steps=300)
+
+
+def _mnist(name: str, create: Callable[[int], nnx.Module], patch: int, size: int) -> OptimizerTask:
+    """Images of MNIST as patches (N, T, patch^2), or whole if there is one; 500 are held out."""
+    parts = data.divided(*data.mnist5k(), 28, 500, 0)
+    side = 28 // patch
+
+    def cut(part: data.Images) -> tuple[np.ndarray, np.ndarray]:
+        x = part.images.reshape(-1, side, patch, side, patch).swapaxes(2, 3)
+        return x.reshape((len(x), side**2, patch**2) if side > 1 else (len(x), -1)), part.labels
+
+    return _task(name, create, _classes, cut(parts.train), cut(parts.test), size)
+
+
+def _series() -> OptimizerTask:
+    """A day of temperatures from four, by changes since the last hour; the last fifth is held out."""
+    series = temperatures.load().temperature
+    series = ((series - series.mean()) / series.std()).astype(np.float32)
+    windows = np.lib.stride_tricks.sliding_window_view(series, LENGTH + FORECAST)
+    windows = windows - windows[:, LENGTH - 1 : LENGTH]
+    past = windows[:, :LENGTH].reshape(len(windows), 12, -1)
+    future, cut = windows[:, LENGTH:], int(0.8 * len(windows))
+    later = slice(cut + LENGTH + FORECAST, None, 2)
+    create = partial(Transformer, tokens=12, width=48, outputs=FORECAST, patch=8, read="all")
+    parts = (past[:cut], future[:cut]), (past[later], future[later])
+    return _task("series, patches", create, _hours, *parts, 32, 1200)
+
+
+def _autoencoder() -> OptimizerTask:
+    """Digits through 16 numbers; half the squared error of an image, pixels in [0, 1]."""
+    pixels = np.random.default_rng(0).permutation(data.pixels().reshape(-1, 64))
+    create = partial(_perceptron, widths=(64, 96, 48, 16, 48, 96, 64), activation=nnx.gelu)
+    return _task("autoencoder, digits", create, _pixels, (pixels[:1400],), (pixels[1400:],), 32)
+
+
+_vit = partial(Transformer, tokens=16, width=48, outputs=10, patch=49, read="mean")
+_mlp = partial(_perceptron, widths=(784, 160, 160, 160, 10), activation=nnx.relu)
 TASKS: dict[str, Callable[[], OptimizerTask]] = {
-    "autoencoder": autoencoder,
-    **{name: partial(classification, name, create) for name, create in NETWORKS.items()},
+    "gpt": _characters,
+    "vit": partial(_mnist, "ViT, mnist5k", _vit, 7, 32),
+    "series": _series,
+    "autoencoder": _autoencoder,
+    "mlp": partial(_mnist, "MLP, mnist5k", _mlp, 28, 64),
 }
-"""Every task by name."""
+"""Every task by name. The defaults of `kfac` and `cg_fac` were chosen on all but `series`."""

@@ -60,10 +60,9 @@ def adapt_damping(
 
     Let x = (F + damping)^-1 grad of the new batch, and s the last step with |s|^2 = s^T (F + damping) s
     held fixed. The derivative of the new loss with respect to the damping is then proportional to
-    <x, s> - <s, s> <grad, s> / (2 |s|^2): two inner products, no evaluation of the loss. The damping
-    settles among the curvatures of the directions in which the loss still falls, in whatever units.
-    After a step taken back it is fourfold. An error of a factor of ten in `initial` is corrected within
-    some dozens of steps; `rate` limits a change of log damping, typical ones are a hundredth of it.
+    <x, s> - <s, s> <grad, s> / (2 |s|^2). The damping settles among the curvatures of the directions in
+    which the loss still falls. After a step taken back it is fourfold. A wrong `initial` is corrected
+    within some dozens of steps; `rate` limits a change of log damping.
 
     ValueError if a number is negative; from update, without an `undo_bad_steps` around the chain.
     """
@@ -105,19 +104,15 @@ def trust_region(
 
     The direction x of `inner` is scaled so that 1/2 x^T (F + damping) x <= bound, nats per example: a
     number, a schedule, or None for a bound that adapts from `initial` on (small, since an average of few
-    batches is poor curvature). After a step s the new gradient shows how the loss changes along it:
-    c = <grad, s> over the norms of both in F + damping. It is -1 if the step was far too short, 0 if it
-    ended at a minimum, 1 if it was far too long. Noise in the gradient makes |c| small, .01 for a small
-    language model, so that c counts in units of its running root mean square, r: with d = c / r - aim
-    the bound is multiplied by exp(-rate d), or by exp(-2 rate d) where d > 0, with a rate that falls as
-    1 / sqrt(1 + steps / 25). An aim slightly past the minimum suits later losses better; noise alone,
-    c / r ~ N(0, 1), still lets the bound shrink. A step taken back quarters it.
+    batches is poor curvature). After a step s, c = <grad, s> over the norms of both in F + damping is -1
+    if it was far too short, 0 if it ended at a minimum, 1 if it was far too long. Noise makes |c| small,
+    so that it counts in units of its running root mean square, r: with d = c / r - aim the bound is
+    multiplied by exp(-rate d), or by exp(-2 rate d) where d > 0, with a rate that falls as
+    1 / sqrt(1 + steps / 25). By noise alone, c / r ~ N(0, 1), it shrinks. A step taken back quarters it.
 
-    The gradient is of another batch, so noise that the step followed does not count in its favour. It
-    counts against it: n batches drawn without replacement are anticorrelated by 1 / (n - 1), so near
-    convergence gradients point back along the last steps however short these are. The bound therefore
-    falls no faster than 1 / (number of steps), up to a factor of three; such step lengths have an
-    infinite sum. Errors are those of `adapt_damping`.
+    n batches drawn without replacement are anticorrelated by 1 / (n - 1), so near convergence gradients
+    point back along the last steps however short these are. The bound therefore falls no faster than
+    1 / (number of steps), up to a factor of three. Errors are those of `adapt_damping`.
     """
     check_range("trust_region", bound=bound, initial=initial, rate=rate)
 
@@ -168,10 +163,9 @@ class UndoState(NamedTuple):
 def undo_bad_steps(inner: GradientTransformation) -> GradientTransformationExtraArgs:
     """Take a step back if the loss after it is not finite or far above its average.
 
-    `update(grads, state, params, value=value)` is given the loss at `params`; without it no step is
-    undone. A step back also drops the momentum of `optax.ema` and `optax.trace` in the inner state. The
-    inner transformation is given `taken_back`, with a gradient of zero, and at every step `last_step`,
-    the last change of the parameters, by which `adapt_damping` and `trust_region` adapt.
+    `update(grads, state, params, value=value)` is given the loss at `params`; without it none is. A step
+    back also drops the momentum of `optax.ema` and `optax.trace`. The inner transformation is given
+    `taken_back`, with a gradient of zero, and at every step `last_step`, the change of the parameters.
     """
     inner = optax.with_extra_args_support(inner)
 
@@ -186,8 +180,7 @@ def undo_bad_steps(inner: GradientTransformation) -> GradientTransformationExtra
     ) -> Any:
         if params is None:
             raise ValueError(
-                "`undo_bad_steps` compares parameters, so it needs update(grads, state, params, "
-                "factors=factors). Got no params."
+                "`undo_bad_steps` needs update(grads, state, params, factors=factors). Got no params."
             )
         loss = jnp.asarray(jnp.nan if value is None else value, jnp.float32)
         first = state.number == 0

@@ -1,15 +1,15 @@
 """Value, gradient and curvature factors of a loss that tells the predictive distribution.
 
 A copy of the model has tapped layers: of subclasses made here, which report their curvature through an
-observing identity at their output, with dummy arguments as variables of their own. Whatever the model
-does with its layers (remat, scan over stacked layers, vmap, jit) it does with the dummies too. In place
-of an `mj.Bayesian` the copy holds its plain network at the means, and nothing in it is random: how means
-enter the covariance of the output is ignored.
+observing identity at their output, with dummy arguments as variables of their own, with which the model
+does what it does with its layers (remat, scan, vmap, jit). In place of an `mj.Bayesian` the copy holds
+its plain network at the means: how means enter the covariance of the output is ignored.
 """
 
 import abc
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -81,9 +81,8 @@ def value_grad_and_factors(
     """A function (model, *batch) -> (value, grads, factors).
 
     F is the true Fisher matrix, of targets drawn from the prediction that the loss returns. Its factors
-    take a second backward pass, through the layers' outputs only, and a second forward pass, which a
-    compiled program without `when` shares with the first one; in it the output of an `mj.Bayesian` has a
-    covariance of zero. Value, gradients and other changes are those of `nnx.value_and_grad`.
+    take a forward and a backward pass of their own, the latter through the layers' outputs only, in
+    which the output of an `mj.Bayesian` has no covariance. The rest is as of `nnx.value_and_grad`.
 
     Every token is a row: A = avg a a^T over all rows, G = 1/N sum g g^T, with a the inputs of a layer
     and g the gradients of each example's own -log p by its outputs. This reads theta = g^T v a^T of
@@ -177,7 +176,7 @@ def tap(model: nnx.Module, blocks: Blocks, dtype: jnp.dtype) -> set[str]:
             object.__setattr__(layer, "__class__", _tapped(layer.__class__))
             layer.report = functools.partial(_report, block, dtype, called)
             zeros: Any = jnp.zeros(block.stack, dtype)
-            layer.tap = CurvatureTap(block.no_factor(dtype, *block.stack)._replace(weight=zeros))
+            layer.tap = CurvatureTap(block.no_factor(dtype, *block.lead)._replace(weight=zeros))
     for bayesian, network in networks:
         bayesian.make_certain(network)
     return called
@@ -201,8 +200,7 @@ def _tapped(cls: Any) -> type:
 def observe(report: Report, output: Array, inputs: Array, dummies: Any) -> Array:
     """The output; its backward pass returns report(inputs, gradients) as the cotangent of the dummies.
 
-    The inputs get none, so gradients stay the same. JAX treats the report like the gradient of any
-    parameter: it is summed over vmap, scan, remat and devices.
+    JAX treats that like the gradient of any parameter: it is summed over vmap, scan, remat and devices.
     """
     return output
 
@@ -230,11 +228,17 @@ def _report(
         by_leaf = {"scale": g * a, "bias": g}
         each = [by_leaf[leaf.removesuffix("/mean").rpartition("/")[2]] for leaf in block.leaves]
         return curvature.DiagonalFactor(jnp.stack([jnp.sum(x**2, axis=0) for x in each]), count)
-    gram = a.T @ a
-    if len(block.leaves) == 2:  # with a one appended to rows, which would copy them
-        total, size = jnp.sum(a, axis=0)[:, None], jnp.full((1, 1), len(a), dtype)
-        gram = jnp.block([[gram, total], [total.T, size]])
-    return curvature.KroneckerFactor(gram, g.T @ g, count)
+    a = jnp.pad(a, ((0, 0), (0, len(block.leaves) - 1)), constant_values=1)  # for the bias
+
+    def grams(rows: Array, parts: int, size: int) -> Array:
+        """Of each part of the rows, or of all of them for each part of the matrix."""
+        cut = jnp.pad(rows, ((0, 0), (0, parts * size - rows.shape[1]))).reshape(-1, parts, size)
+        each = jnp.einsum("npi,npj->pij", cut, cut)
+        return jnp.broadcast_to(each if lead else each[0], (*lead, size, size))
+
+    lead = block.lead[len(block.stack) :]
+    by_inputs, by_outputs = map(grams, (a, g), block.parts, block.part)
+    return curvature.KroneckerFactor(by_inputs, by_outputs, count)
 
 
 def reported_factors(blocks: Blocks, taps: Any, num_examples: int) -> Factors:
@@ -243,7 +247,8 @@ def reported_factors(blocks: Blocks, taps: Any, num_examples: int) -> Factors:
     sums = {path.rpartition("/")[0] or "model": tap.get_value() for path, tap in variables.items()}
 
     def factor(block: LayerBlock, sums: Factor) -> Factor:
-        *arrays, count = (x.reshape(block.count, *x.shape[len(block.stack) :]) for x in sums)
+        arrays = [x.reshape(block.count, *x.shape[len(block.lead) :]) for x in sums[:-1]]
+        count = jnp.repeat(sums.weight.reshape(-1), math.prod(block.parts))
         # Of two arrays, the first is an average over rows; the last is a sum divided by N.
         if block.factor is not curvature.DiagonalFactor:
             arrays[0] = jax.vmap(jnp.divide)(arrays[0], jnp.maximum(count, 1))

@@ -65,7 +65,6 @@ def averaged(averages: Factors, new: Factors, kept: Array, finite: Array) -> Fac
     """The exponential averages, `kept` to that share, with one more factor each that has a weight.
 
     They are bias-corrected: an average is divided by the sum of the weights so far, kept as its weight.
-    Correcting at reading time instead would store every factor twice.
     """
 
     def one(average: Factor, new: Factor) -> Factor:
@@ -96,12 +95,7 @@ class InversePair(NamedTuple):
     outputs: Array
 
 
-class Inverses(NamedTuple):
-    """Inverses by group of layers, and when they were computed."""
-
-    pairs: dict[str, InversePair]
-    age: Array  # steps since the last refresh; negative before the first
-    interval: Array  # steps from it to the next, 1, 2, 4, ...: averages of few batches change most
+Inverses = dict[str, InversePair]  # by group of layers
 
 
 def no_inverses(averages: Factors) -> Inverses:
@@ -111,28 +105,16 @@ def no_inverses(averages: Factors) -> Inverses:
         if not isinstance(factor, DiagonalFactor):
             first = factor.outputs[:, 0] if isinstance(factor, EmbeddingFactor) else factor.inputs
             pairs[key] = InversePair(jnp.zeros_like(first), jnp.zeros_like(factor.outputs))
-    return Inverses(pairs, jnp.int32(-1), jnp.int32(0))
+    return pairs
 
 
-def refreshed(
-    inverses: Inverses, factors: Factors, damping: Array, fresh: Array, known: Array, every: Any
-) -> Inverses:
-    """New inverses of the current averages where they are due, else the old ones.
+def refreshed(inverses: Inverses, factors: Factors, damping: Array, due: Array) -> Inverses:
+    """The inverses of the current averages where they are due, else the old ones."""
 
-    A refresh waits for `fresh` curvature, the first one until it is `known`. (Choosing between two
-    afterwards would keep both in memory.)
-    """
-    wanted = jnp.asarray(every, jnp.int32)
-    due = (inverses.age + 1 >= jnp.minimum(inverses.interval, wanted)) & fresh
-    due = ((inverses.age < 0) | due) & known
+    def invert() -> Inverses:
+        return {key: _inverted(factors[key], damping, old) for key, old in inverses.items()}
 
-    def invert() -> dict[str, InversePair]:
-        return {key: _inverted(factors[key], damping, old) for key, old in inverses.pairs.items()}
-
-    pairs = jax.lax.cond(due, invert, lambda: inverses.pairs)
-    age = jnp.where(due, 0, inverses.age + known)
-    grown = jnp.where(due, jnp.clip(2 * inverses.interval, 1, wanted), inverses.interval)
-    return Inverses(pairs, age, grown)
+    return jax.lax.cond(due, invert, lambda: inverses)
 
 
 def _inverted(factor: Factor, damping: Array, old: InversePair) -> InversePair:
@@ -202,9 +184,8 @@ def iterated(
     """(F + damping I)^-1 grad of a group, by conjugate gradients, preconditioned by a pair.
 
     Brownian document, Algorithm 1, with alpha_k in the updates of x and r. A layer stops when its
-    residual is at most `tolerance` times |grad|, or at a direction without positive finite curvature.
-    `jax.scipy.sparse.linalg.cg` divides by such a curvature (NaN from a singular F without damping), and
-    takes one product with F more, where one to three do.
+    residual is at most `tolerance` times |grad|, or at a direction without positive finite curvature,
+    by which `jax.scipy.sparse.linalg.cg` would divide.
     """
 
     def dot(left: Array, right: Array) -> Array:

@@ -30,7 +30,7 @@ class SecondOrderState(NamedTuple):
 
 def scale_by_kfac(
     *, blocks: Blocks, damping: Number | Schedule = 3e-4, decay: Number = 0.96,
-    curvature_every: int | Array = 5, refresh_every: int | Array = 5,
+    curvature_every: int | Array = 5,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The direction (A + ..)^-1 grad (G + ..)^-1 of K-FAC.
 
@@ -38,19 +38,18 @@ def scale_by_kfac(
     inversion fails keeps its old inverse. Embedding tables are solved in the eigenbasis of G,
     normalisations divided by their diagonal. Layers of one shape are solved together.
 
-    Call `update(grads, state, params, factors=factors)` with those of `value_grad_and_factors`; with
-    `when=curvature_due(state)` they have weight 0 at steps without new curvature. Factors that are not
-    finite are left out of the averages; without any yet, the direction is zero.
+    Call `update(grads, state, params, factors=factors)` with those of `value_grad_and_factors`. Factors
+    that are not finite or of weight 0 are left out; without any yet, the direction is zero.
 
     Args:
-      blocks: `find_blocks(model)`. Other parameters go to another optimiser, by `for_model` or
-        `optax.partition`; `optax.masked` would add their raw gradients to them.
+      blocks: `find_blocks(model)`. Other parameters go to another optimiser, by `for_model`;
+        `optax.masked` would add their raw gradients to them.
       damping: gamma, a number or a schedule; that of `adapt_damping` takes its place. Far above most
         eigenvalues of F, the step is that of gradient descent.
       decay: of the running averages of the factors, for each step, also those without curvature: .96
         reaches back 25 steps. 0 to use each batch on its own.
-      curvature_every: steps between new curvature, for `curvature_due`; the first few steps all have it.
-      refresh_every: steps between inversions; the first intervals are 1, 2, 4, ... steps.
+      curvature_every: steps between new curvature, for `curvature_due`, and so between inversions; the
+        first few steps all have it.
 
     Raises:
       ValueError: if a number is out of range, or (from init and update) parameters or factors do not
@@ -59,31 +58,30 @@ def scale_by_kfac(
     Source: Brownian document, Eq. 16 to 18; Martens and Grosse, Optimizing neural networks with
     Kronecker-factored approximate curvature, 2015 (factored Tikhonov damping: section 6.3).
     """
-    settings = damping, decay, curvature_every, refresh_every
+    settings = damping, decay, curvature_every
     return _scale_by_curvature("kfac", curvature.apply_inverse, True, blocks, *settings)
 
 
 def scale_by_cg_fac(
     *, blocks: Blocks, damping: Number | Schedule = 3e-4, max_iterations: int | Array = 5,
     tolerance: Number = 0.1, precondition: bool = True, decay: Number = 0.96,
-    curvature_every: int | Array = 5, refresh_every: int | Array = 5,
+    curvature_every: int | Array = 5,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The direction x of (F + damping I) x = grad, by conjugate gradients: F is not formed or inverted.
 
-    F is the operator A V G of the factors. Iterations stop at directions without positive curvature, so
-    damping 0 and zero gradients are harmless.
+    F is the operator A V G of the factors; damping 0 and zero gradients are harmless.
 
     Args, `update` and errors are those of `scale_by_kfac`, and:
       max_iterations: m, the most iterations.
       tolerance: iterations stop when |residual| <= tolerance |grad|.
-      precondition: by K-FAC's inverses, a few steps old, with which one to three iterations do instead
-        of dozens: an old inverse costs iterations, not accuracy. False for Algorithm 1 as printed.
+      precondition: by K-FAC's inverses, a few steps old, so that one to three iterations do instead of
+        dozens. False for Algorithm 1 as printed.
 
     Source: Brownian document, Algorithm 1, Eq. 16 to 18 (the step is subtracted).
     """
     check_range("cg_fac", least=1, whole=True, max_iterations=max_iterations)
     check_range("cg_fac", tolerance=tolerance)
-    settings = damping, decay, curvature_every, refresh_every
+    settings = damping, decay, curvature_every
     solve = partial(curvature.iterated, max_iterations=max_iterations, tolerance=tolerance)
     return _scale_by_curvature("cg_fac", solve, precondition, blocks, *settings)
 
@@ -91,12 +89,11 @@ def scale_by_cg_fac(
 def _scale_by_curvature(
     name: str, solve: Callable[..., Array], inverts: bool, given: Blocks,
     damping: Number | Schedule, decay: Number, curvature_every: int | Array,
-    refresh_every: int | Array,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """What K-FAC and CG-FAC share; `solve` finds the direction of a group."""
     check_range(name, damping=damping)
     check_range(name, below=1, decay=decay)
-    check_range(name, 1, whole=True, curvature_every=curvature_every, refresh_every=refresh_every)
+    check_range(name, 1, whole=True, curvature_every=curvature_every)
 
     def init(params: optax.Params) -> SecondOrderState:
         dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(params))
@@ -107,8 +104,8 @@ def _scale_by_curvature(
         inverses = curvature.no_inverses(none if inverts else {})
         # Every array is a new one, because an array can be donated only once.
         last = LastStep(*(jnp.zeros((), jnp.float32) for _ in LastStep._fields))
-        steps, age = jnp.int32(0), jnp.int32(0)
-        return SecondOrderState(none, steps, age, jnp.ones((), bool), inverses, last)
+        due = jnp.ones((), bool)
+        return SecondOrderState(none, jnp.int32(0), jnp.int32(0), due, inverses, last)
 
     def update(updates: Any, state: SecondOrderState, params: Any = None, **extra: Any) -> Any:
         groups = blocks.groups_of(updates, given)
@@ -120,13 +117,13 @@ def _scale_by_curvature(
         steps, every = state.steps + known, jnp.asarray(curvature_every, jnp.int32)
         due = (steps < every) | (steps % every == 0) | ~known
         gamma = extra.get("damping", current(damping, state.steps))
-        inverses = curvature.refreshed(state.inverses, factors, gamma, fresh, known, refresh_every)
+        inverses = curvature.refreshed(state.inverses, factors, gamma, fresh & known)
 
         def direction(key: str, grad: Array) -> Array:
             factor = factors[key]
             if isinstance(factor, curvature.DiagonalFactor):
                 return curvature.divided(grad, factor.squares + gamma)
-            x = solve(inverses.pairs.get(key), factor, grad, gamma)
+            x = solve(inverses.get(key), factor, grad, gamma)
             return jnp.where(jnp.all(jnp.isfinite(x)), x, 0)
 
         grads = {
@@ -150,10 +147,7 @@ def _judged(
     last: LastStep, s: Matrices, x: Matrices, g: Matrices, factors: Factors, gamma: Array,
     fresh: Array,
 ) -> LastStep:  # fmt: skip
-    """Judge the last step s; between fresh curvatures, s^T F s is `ratio` <s, s> of an earlier step.
-
-    For the product with F costs as much as a new direction, and the ratio changes slowly.
-    """
+    """Judge the last step s; between fresh curvatures, s^T F s is `ratio` <s, s> of an earlier step."""
     length = _inner(s, s)
 
     def measured() -> Array:
@@ -172,10 +166,7 @@ def _inner(left: Matrices, right: Matrices) -> Array:
 
 
 def curvature_due(state: Any) -> Array:
-    """Whether an optimiser wants new curvature at its next update; `when` of `value_grad_and_factors`.
-
-    Of a state, such as `nnx.Optimizer.opt_state`, of an optimiser with `kfac` or `cg_fac` in it.
-    """
+    """Whether the optimiser of a state wants new curvature now; `when` of `value_grad_and_factors`."""
     due = [leaf for _, leaf in optax.tree.get_all_with_path(state, "due")]
     if not due:
         raise ValueError(
@@ -189,22 +180,19 @@ def kfac(
     learning_rate: Number | Schedule = 1.0, *, blocks: Blocks,
     damping: Number | Schedule | None = None, kl_bound: Number | Schedule | None = None,
     momentum: Number = 0.8, weight_decay: Number = 0.0, decay: Number = 0.96,
-    curvature_every: int | Array = 5, refresh_every: int | Array = 5,
+    curvature_every: int | Array = 5,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Kronecker-factored approximate curvature, without tuning.
 
-    The chain of `scale_by_kfac`, whose arguments are described there, in `trust_region` and
-    `adapt_damping`, then `optax.ema`, `optax.add_decayed_weights` and `optax.scale_by_learning_rate`.
-    `optax.apply_if_finite` leaves out steps whose gradients are not finite, and `undo_bad_steps` takes
-    back those after which the loss is far above its average; `optax.tree.get(state, "total_notfinite")`
-    and "taken_back" count them, "bound" and "clip" are those of the last step. Call `update(grads,
-    state, params, factors=factors, value=value)` with the loss at `params`, as in the README of this
-    folder.
+    `scale_by_kfac`, whose arguments are described there, in `trust_region` and `adapt_damping`, then
+    `optax.ema`, `optax.add_decayed_weights` and `optax.scale_by_learning_rate`; `optax.apply_if_finite`
+    leaves out gradients that are not finite, `undo_bad_steps` takes back a step after which the loss is
+    far above its average; `optax.tree.get(state, "total_notfinite")` and "taken_back" count them. Call
+    `update(grads, state, params, factors=factors, value=value)` with the loss at `params`.
 
     What the chain adds:
-      learning_rate: a number or a schedule; a schedule after the chain would also shorten what a step is
-        taken back by. An adapted bound compensates for much of a decreasing rate; for steps that fall to
-        zero give a schedule of `kl_bound` too. Where it is negative, steps are zero.
+      learning_rate: a number or a schedule. An adapted bound compensates for much of a decreasing rate;
+        for steps that fall to zero give a schedule of `kl_bound` too. Where negative, steps are zero.
       damping: a number or a schedule; None adapts it by `adapt_damping`.
       kl_bound: of 1/2 step^T (F + damping I) step, nats per example: a number (infinite for none) or a
         schedule; None adapts it by `trust_region`, assuming a learning rate of 1. Blocks ignore
@@ -214,7 +202,7 @@ def kfac(
     """
     direction = scale_by_kfac(
         blocks=blocks, damping=3e-4 if damping is None else damping, decay=decay,
-        curvature_every=curvature_every, refresh_every=refresh_every,
+        curvature_every=curvature_every,
     )  # fmt: skip
     return _chain("kfac", direction, learning_rate, damping, kl_bound, momentum, weight_decay)
 
@@ -224,7 +212,7 @@ def cg_fac(
     damping: Number | Schedule | None = None, kl_bound: Number | Schedule | None = None,
     momentum: Number = 0.8, weight_decay: Number = 0.0, max_iterations: int | Array = 5,
     tolerance: Number = 0.1, precondition: bool = True, decay: Number = 0.96,
-    curvature_every: int | Array = 5, refresh_every: int | Array = 5,
+    curvature_every: int | Array = 5,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The natural gradient by conjugate gradients: `kfac` with `scale_by_cg_fac` in its chain.
 
@@ -233,7 +221,7 @@ def cg_fac(
     direction = scale_by_cg_fac(
         blocks=blocks, damping=3e-4 if damping is None else damping, decay=decay,
         max_iterations=max_iterations, tolerance=tolerance, precondition=precondition,
-        curvature_every=curvature_every, refresh_every=refresh_every,
+        curvature_every=curvature_every,
     )  # fmt: skip
     return _chain("cg_fac", direction, learning_rate, damping, kl_bound, momentum, weight_decay)
 
@@ -273,14 +261,12 @@ def for_model(
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The `optax.partition` of all parameters of a model: layers by curvature, the others by Adam.
 
-    Layers are those with curvature factors, of an `mj.Bayesian` their means; the rest are positions,
-    spreads of beliefs, learned priors and noise.
+    Others are positions, and of an `mj.Bayesian` spreads of beliefs, learned priors and noise.
 
     Args:
       model: an NNX module, an `mj.Bayesian`, or a module of such; `nnx.eval_shape` of it is enough.
       method: called as method(blocks=...): `kfac` (default), `cg_fac`, or a functools.partial of either.
-      others: None for Adam with a learning rate of 1e-2, fast enough for positions to follow the layers.
-        Gradients that are not finite are zero to it.
+      others: None for Adam with a learning rate of 1e-2; gradients that are not finite are zero to it.
         The spreads of a Bayesian model start far from where they end: give `optax.adam(0.1)`.
       wrt: filter of the trained parameters.
 

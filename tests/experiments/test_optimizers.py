@@ -7,25 +7,26 @@ import pytest
 
 from experiments import optimizers
 from experiments.__main__ import main
-from experiments.optimizers import METHODS, Course, Method
+from experiments.optimizers import EVERY, Course
 
 
 @pytest.mark.slow
 def test_the_comparison(tmp_path, monkeypatch):
-    monkeypatch.setitem(METHODS, "adam", Method(METHODS["adam"].optimizer, (1e-3,)))
+    monkeypatch.setattr(optimizers, "RATES", (1e-3, np.nan))
     monkeypatch.setattr(optimizers, "ROUNDS", 1)
-    file = tmp_path / "a.json"
-    options = ["--task", "autoencoder", "--method", "kfac", "--steps", "3", "--seeds", "1"]
-    assert main(["optimizers", *options, "--json", str(file)]) == 0
-    (record,) = json.loads(file.read_text())
-    assert list(record["methods"]) == ["adam", "kfac"]
+    options = ["--task", "autoencoder", "--method", "kfac", "--steps", "20", "--seeds", "1"]
+    assert main(["optimizers", *options, "--out", str(tmp_path)]) == 0
+    (record,) = json.loads((tmp_path / "metrics.json").read_text())
+    assert list(record["methods"]) == ["adamw", "kfac"]
+    assert record["methods"]["adamw"]["rate"] == 1e-3  # not the one that gives NaN
     for row in record["methods"].values():
-        assert np.isfinite(row["losses"]).all()
+        assert np.isfinite([row["train"], row["held_out"]]).all()
         assert row["seconds_per_step"] > 0
+    assert (tmp_path / "losses.png").stat().st_size > 0
 
 
 def test_steps_to_a_loss():
-    course = Course(np.array([3.0, 2.0, 1.0, 1.5]))
-    assert course.steps_to(1.0) == 3
+    course = Course(np.array([3.0, 2.0, 1.0, 1.5]), np.zeros(4))
+    assert course.steps_to(1.5) == 1.5 * EVERY
+    assert course.steps_to(3.0) == 0
     assert course.steps_to(0.5) == np.inf
-    assert Course(np.array([1.0, np.nan])).diverged

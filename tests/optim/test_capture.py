@@ -34,6 +34,8 @@ SYMBOLS = jnp.array([[0, 3, 3], [1, 0, 3]])
 LAYERS = {
     "linear": (nnx.Linear(4, 3, **OPTIONS), SEQUENCE),
     "linear_of_a_vector": (nnx.Linear(4, 3, use_bias=False, **OPTIONS), SEQUENCE[0, 0]),
+    "tall": (nnx.Linear(330, 2, **OPTIONS), jax.random.normal(KEY, (2, 5, 330))),
+    "wide": (nnx.Linear(4, 330, **OPTIONS), SEQUENCE),
     "heads": (nnx.LinearGeneral(4, (2, 3), **OPTIONS), SEQUENCE),
     "from_heads": (nnx.LinearGeneral((5, 4), 3, axis=(-2, -1), **OPTIONS), SEQUENCE),
     "embed": (nnx.Embed(5, 3, **OPTIONS), SYMBOLS),
@@ -49,11 +51,15 @@ LAYERS = {
 @pytest.mark.usefixtures("ranks_of_a_user")
 @pytest.mark.parametrize(("layer", "x"), LAYERS.values(), ids=LAYERS)
 def test_rows_of_a_layer_make_its_gradient(layer, x):
-    """sum_t a g^T is the gradient, for every kind of layer; the report sums squares over rows."""
+    """sum_t a g^T is the gradient, for every kind of layer; the report sums squares over rows.
+
+    Of a layer with a long side it is that of parts, which are layers of their own.
+    """
     (block,), called = optim.find_blocks(layer), set()
     weights = jax.random.normal(KEY, jax.eval_shape(layer, x).shape)
     grads = nnx.grad(lambda layer: jnp.sum(weights * layer(x)))(layer)
-    expected = block.matrix(flatten(grads))[0]
+    expected = block.matrix(flatten(grads))
+    jax.tree.map(np.testing.assert_array_equal, block.split(expected), flatten(grads))
     a, g = ARRANGE[type(layer)](layer, x, weights)
     factor = capturing._report(block, jnp.dtype("float64"), called, a, g)
     assert called == {block.name}
@@ -66,14 +72,22 @@ def test_rows_of_a_layer_make_its_gradient(layer, x):
         rows = {"scale": a * g, "bias": g}
         rows = jnp.stack([rows[leaf.rpartition("/")[2]] for leaf in block.leaves])
         close(factor.squares, jnp.sum(rows**2, axis=1))
-        close(jnp.sum(rows, axis=1), expected)
+        close(jnp.sum(rows, axis=1), expected[0])
         return
     if len(block.leaves) == 2:
         a = jnp.pad(a, ((0, 0), (0, 1)), constant_values=1)
-    close(a.T @ g, expected)
-    close(factor.outputs, g.T @ g)
-    if block.factor is optim.KroneckerFactor:
-        close(factor.inputs, a.T @ a)
+    assert block.parts == {331: (5, 1), 330: (1, 5)}.get(max(block.rows, block.columns), (1, 1))
+    a, g = (
+        jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % parts))).reshape(len(rows), parts, -1)
+        for rows, parts in zip((a, g), block.parts, strict=True)
+    )
+    close(jnp.einsum("npi,nqj->pqij", a, g).reshape(expected.shape), expected)
+    for sums, rows in zip((factor[-2], factor[0]), (g, a), strict=True):
+        if rows is g or block.factor is optim.KroneckerFactor:
+            grams = jnp.einsum("npi,npj->pij", rows, rows)
+            close(
+                sums, jnp.broadcast_to(grams, (block.count, *grams.shape[1:])).reshape(sums.shape)
+            )
 
 
 @nnx.jit

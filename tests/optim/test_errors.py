@@ -84,7 +84,6 @@ VALUE_ERRORS = [
     (partial(CG_FAC, tolerance=-0.1), "tolerance >= 0"),
     (partial(CG_FAC, momentum=1.0), "momentum >= 0 and < 1"),
     (partial(KFAC, decay=1.5), "decay >= 0 and < 1"),
-    (partial(KFAC, refresh_every=0), "refresh_every >= 1"),
     (partial(KFAC, kl_bound=-1.0), "kl_bound >= 0"),
     (partial(KFAC, damping=float("nan")), "damping >= 0"),
     (partial(KFAC, -0.1), "learning_rate >= 0. Got -0.1"),

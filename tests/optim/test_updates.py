@@ -18,7 +18,7 @@ MAKERS = pytest.mark.parametrize("make", [optim.cg_fac, optim.kfac])
 BLOCKS = (LayerBlock("layer", ("layer/kernel", "layer/bias"), ((4, 3), (3,)), 3),)
 SOLVED = {"learning_rate": 1.0, "momentum": 0.0, "kl_bound": jnp.inf}  # the solution itself
 FIXED = {"learning_rate": 0.1, "kl_bound": 1e-3}
-EVERY = {"decay": 0.9, "refresh_every": 3, "curvature_every": 3}
+EVERY = {"decay": 0.9, "curvature_every": 3}
 
 
 def spd(seed, n, condition=10.0, rank=None):
@@ -127,19 +127,19 @@ def test_factors_are_averaged_and_pauses_leave_them():
 
 
 def test_curvature_and_inverses_are_due_when_it_is_time():
-    """Inverses after 1, 2 steps and then every 3, when they wait for new curvature; curvature at each of
-    the first few steps and then every few, and at every step until there is any."""
+    """Curvature at each of the first few steps and then every few, and at every step until there is any;
+    inverses with it."""
     params, grads, factors = one_layer()
     step, inverses, due = Steps(optim.kfac, params, damping=1e-3, **SOLVED, **EVERY), [], []
     none = jax.tree.map(jnp.zeros_like, factors)
     assert nothing(step(grads, none))
     for i in range(11):
         due.append(bool(optim.curvature_due(step.state)))
-        step(grads, none if i in (6, 7) else scaled_inputs(factors, 1.0 + i))
-        inverses.append(np.asarray(step.get("pairs")["kronecker_5x3"].inputs))
+        step(grads, scaled_inputs(factors, 1.0 + i) if due[-1] and i != 6 else none)
+        inverses.append(np.asarray(step.get("inverses")["kronecker_5x3"].inputs))
     assert [i for i, wanted in enumerate(due) if wanted] == [0, 1, 2, 3, 6, 9]
     fresh = [i + 1 for i, (a, b) in enumerate(itertools.pairwise(inverses)) if np.any(a != b)]
-    assert fresh == [1, 3, 8]
+    assert fresh == [1, 2, 3, 9]
     with pytest.raises(ValueError, match="kfac or cg_fac in it"):
         optim.curvature_due(optax.adam(0.1).init(params))
 
@@ -150,7 +150,7 @@ def test_schedules_are_followed():
     settings = {"damping": optax.linear_schedule(0.5, 0.1, 2), "momentum": 0.0, "decay": 0.0}
     rates = optax.piecewise_interpolate_schedule("linear", 1.0, {1: 0.5, 2: 0.0})
     bound = optax.linear_schedule(1e-2, 1e-4, 1)
-    tx = optim.kfac(rates, blocks=BLOCKS, kl_bound=bound, refresh_every=1, **settings)
+    tx = optim.kfac(rates, blocks=BLOCKS, kl_bound=bound, **settings)
     state, update, sizes = tx.init(params), jax.jit(tx.update), []
     for damping in (0.5, 0.3, 0.1):
         updates, state = update(grads, state, params, factors=factors)
