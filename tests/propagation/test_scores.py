@@ -122,7 +122,7 @@ def test_without_noise_it_is_the_network(name):
     turn = [*SCORES, *GATES, *SOFTMAXES].index(name) % len(passes)
     with jax.numpy_rank_promotion("allow"):
         wanted, found = every(p, given)
-        gradient = jax.grad(lambda p: passes[turn](p, X, given)[0].sum())(p)
+        gradient = jax.jit(jax.grad(lambda p: passes[turn](p, X, given)[0].sum()))(p)
     for mean, variance in found:
         np.testing.assert_allclose(mean, wanted, atol=1e-10)
         assert np.abs(variance).max() < 1e-12
