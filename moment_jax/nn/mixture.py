@@ -6,6 +6,7 @@ from typing import Any
 from flax import nnx
 from jax import Array
 
+from moment_jax.covariance.fields import need
 from moment_jax.nn.bayesian import Bayesian
 from moment_jax.nn.inputs import arguments
 from moment_jax.nn.modules import Module
@@ -13,10 +14,7 @@ from moment_jax.objectives.predictive import averaged
 
 
 class Mixture(Module):
-    """The equal mixture of some `mj.Bayesian`: one of them is right, and nobody knows which.
-
-    Args:
-      members: models of the same likelihood and outputs.
+    """The equal mixture of `mj.Bayesian` models of one likelihood: one is right, and nobody knows which.
 
     >>> import jax.numpy as jnp, moment_jax as mj
     >>> nets = [nnx.Linear(3, 1, rngs=nnx.Rngs(seed)) for seed in range(2)]
@@ -27,16 +25,13 @@ class Mixture(Module):
     """
 
     def __init__(self, members: Sequence[Bayesian]) -> None:
-        known = list(members) if isinstance(members, Sequence) else [members]
-        if not isinstance(members, Sequence) or not all(isinstance(x, Bayesian) for x in known):
-            came = ", ".join(type(x).__name__ for x in known)
-            raise TypeError(f"`mj.nn.Mixture` needs a list of mj.Bayesian. Got {came}.")
-        if not known:
-            raise TypeError("`mj.nn.Mixture` needs a list of mj.Bayesian. Got an empty one.")
+        known: Any = members if isinstance(members, Sequence) else [members]
+        right = known is members and known and all(isinstance(x, Bayesian) for x in known)
+        came = ", ".join(type(x).__name__ for x in known) or "an empty one"
+        need("mj.nn.Mixture", right, "a list of mj.Bayesian", came, error=TypeError)
         self.members = nnx.List(members)
 
     def __repr__(self) -> str:
-        """The number of members, and the first one."""
         return f"Mixture of {len(self.members)}, the first of which is {self.members[0]!r}"
 
     __str__ = __repr__
@@ -47,7 +42,7 @@ class Mixture(Module):
         Probabilities of classes are averaged. Of real values, `log_prob` is that of the mixture, mean
         and variance follow the law of total variance, and `quantile` solves for the mixture's.
         """
-        options = {"batch_size": batch_size, **options}
+        options |= {"batch_size": batch_size}
         return averaged([member.predict(*inputs, **options) for member in self.members])
 
     def log_prob(self, x: Any, y: Array, *, batch_size: int = 256, **options: Any) -> Array:
