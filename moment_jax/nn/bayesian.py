@@ -1,6 +1,6 @@
-"""`Bayesian`: a Flax network with a Gaussian belief about its weights, the one door of the library."""
+"""`Bayesian`: a Flax network with a Gaussian belief about its weights; `Mixture`: several of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -19,6 +19,7 @@ from moment_jax.nn.inputs import arguments, check_inputs, check_key
 from moment_jax.nn.modules import Module, as_given, as_nnx, is_floating
 from moment_jax.nn.prediction import compiled_pass, explained, predicted
 from moment_jax.nn.static import Static
+from moment_jax.objectives.predictive import averaged
 from moment_jax.posterior import Factorized, GaussianPrior, Posterior, sample_params
 from moment_jax.posterior.base import mean_params
 from moment_jax.propagation.errors import Steps
@@ -375,3 +376,40 @@ class Bayesian(Module):
 @inlined
 def _kl(pairs: list[tuple[Posterior, Any]]) -> Array:
     return sum((posterior.kl(prior) for posterior, prior in pairs), jnp.zeros(()))
+
+
+class Mixture(Module):
+    """The equal mixture of `mj.Bayesian` models of one likelihood: one is right, and nobody knows which.
+
+    >>> import jax.numpy as jnp, moment_jax as mj
+    >>> nets = [nnx.Linear(3, 1, rngs=nnx.Rngs(seed)) for seed in range(2)]
+    >>> model = mj.nn.Mixture([mj.Bayesian(net, mj.Gaussian(0.1)) for net in nets])
+    >>> prediction = model.predict(jnp.ones((5, 3)))
+    >>> prediction.mean.shape, prediction.log_prob(jnp.zeros((5, 1))).shape
+    ((5, 1), (5,))
+    """
+
+    def __init__(self, members: Sequence[Bayesian]) -> None:
+        known: Any = members if isinstance(members, Sequence) else [members]
+        right = known is members and known and all(isinstance(x, Bayesian) for x in known)
+        came = ", ".join(type(x).__name__ for x in known) or "an empty one"
+        need("mj.nn.Mixture", right, "a list of mj.Bayesian", came, error=TypeError)
+        self.members = nnx.List(members)
+
+    def __repr__(self) -> str:
+        return f"Mixture of {len(self.members)}, the first of which is {self.members[0]!r}"
+
+    __str__ = __repr__
+
+    def predict(self, *inputs: Any, batch_size: int = 256, **options: Any) -> Any:
+        """The average of the members' predictive distributions, with the same methods as one of them.
+
+        Probabilities of classes are averaged. Of real values, `log_prob` is that of the mixture, mean
+        and variance follow the law of total variance, and `quantile` solves for the mixture's.
+        """
+        options |= {"batch_size": batch_size}
+        return averaged([member.predict(*inputs, **options) for member in self.members])
+
+    def log_prob(self, x: Any, y: Array, *, batch_size: int = 256, **options: Any) -> Array:
+        """Log predictive density of each target, in nats: `predict(x).log_prob(y)`."""
+        return self.predict(*arguments(x), batch_size=batch_size, **options).log_prob(y)
