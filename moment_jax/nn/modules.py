@@ -101,8 +101,8 @@ class Picked(nnx.Module):
 def as_nnx(network: Any, output: Callable[[Any], Any] | None = None) -> nnx.Module:
     """The network as an NNX module whose output is picked by `output`; raises for anything else."""
     check = partial(need, "mj.Bayesian", error=TypeError)
-    plain, mend = not hasattr(type(network), "beliefs"), "Use its at_means()."
-    check(plain, "a plain network", "a Bayesian", mend)
+    plain = not hasattr(type(network), "beliefs")
+    check(plain, "a plain network", "a Bayesian; use its at_means()")
     came = type(network).__name__
     mend = "For a function of parameters, use mj.propagate(fn)(params, x)."
     if isinstance(network, type):
