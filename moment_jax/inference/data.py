@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from moment_jax.covariance.fields import need
 from moment_jax.nn import likelihood as likelihoods
 from moment_jax.nn.modules import FLOATING, inference_output
 from moment_jax.nn.static import Static
@@ -19,14 +20,6 @@ CLASSES = (
     "return_inverse=True)[1] make them, and the network has an output for each class."
 )
 Inputs = tuple[np.ndarray, ...]
-
-
-def need(
-    caller: str, right: Any, rule: str, came: Any, mend: str = "", error: Any = ValueError
-) -> None:
-    """Raise unless it is right."""
-    if not right:
-        raise error(f"`{caller}` needs {rule}. Got {came}.{' ' * bool(mend)}{mend}")
 
 
 def likelihood(caller: str, given: Any) -> None:

@@ -23,8 +23,7 @@ from moment_jax.inference.evidence import (
 )
 from moment_jax.inference.laplace_approximation import LaplaceReceipt
 from moment_jax.nn import likelihood as likelihoods
-from moment_jax.nn.bayesian import Bayesian
-from moment_jax.nn.mixture import Mixture
+from moment_jax.nn.bayesian import Bayesian, Mixture
 from moment_jax.nn.modules import FLOATING, as_nnx
 from moment_jax.objectives import Gaussian
 from moment_jax.progress import is_shown

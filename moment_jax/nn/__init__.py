@@ -1,8 +1,8 @@
 """Ordinary Flax networks, and beliefs about the weights of any: see `mj.Bayesian`."""
 
+from moment_jax.nn.bayesian import Mixture
 from moment_jax.nn.belief import Belief, PriorScale, VariationalMean, VariationalScale
 from moment_jax.nn.check import Check
-from moment_jax.nn.mixture import Mixture
 from moment_jax.nn.networks import (
     MLP,
     Decoder,

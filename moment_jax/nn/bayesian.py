@@ -1,6 +1,6 @@
-"""`Bayesian`: a Flax network with a Gaussian belief about its weights, the one door of the library."""
+"""`Bayesian`: a Flax network with a Gaussian belief about its weights; `Mixture`: several of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
@@ -10,15 +10,16 @@ from jax import Array
 
 from moment_jax import objectives
 from moment_jax.covariance import STRUCTURES, Covariance, Moments, Separable
-from moment_jax.covariance.fields import known_values
+from moment_jax.covariance.fields import known_values, need
 from moment_jax.covariance.token_gram import num_landmarks
 from moment_jax.nn import likelihood as likelihoods
-from moment_jax.nn.belief import Belief, Path, begun, changed, joined, placed, priors
+from moment_jax.nn.belief import Belief, Family, Path, begun, changed, joined, placed, priors
 from moment_jax.nn.check import Check, checked, spread_factors
 from moment_jax.nn.inputs import arguments, check_inputs, check_key
 from moment_jax.nn.modules import Module, as_given, as_nnx, is_floating
 from moment_jax.nn.prediction import compiled_pass, explained, predicted
 from moment_jax.nn.static import Static
+from moment_jax.objectives.predictive import averaged
 from moment_jax.posterior import Factorized, GaussianPrior, Posterior, sample_params
 from moment_jax.posterior.base import mean_params
 from moment_jax.propagation.errors import Steps
@@ -34,14 +35,15 @@ class Bayesian(Module):
     that it trains by `nnx.Optimizer(model, ..., wrt=nnx.Param)`, and filters, checkpoints and shardings
     work as for any Flax module. The network itself is not changed.
 
-    Assumes that weight arrays are independent of each other.
+    Assumes that weight arrays are independent of each other. Raises a TypeError or ValueError for a
+    network without parameters or in training mode, a filter that selects nothing, beliefs or priors of
+    another tree or shape, prior variances that are not positive, or a family that does not fit an array.
 
     Args:
       network: a Flax NNX module, or a linen module bound to its variables, `module.bind(variables)`; in
         inference mode.
-      likelihood: of the targets: `mj.Categorical()`, `mj.Bernoulli()`, `mj.Gaussian(variance)`,
-        `mj.Gaussian()` to learn the noise, or `mj.HeteroscedasticGaussian()`. Needed to
-        train and to predict.
+      likelihood: of the targets, to train and to predict: `mj.Categorical()`, `mj.Bernoulli()`,
+        `mj.Gaussian(variance)`, `mj.Gaussian()` to learn the noise, or `mj.HeteroscedasticGaussian()`.
       beliefs: posteriors in the places of weights, a tree like `nnx.to_pure_dict(nnx.state(network,
         nnx.Param))`; weights that it omits are certain. None for the family below.
       random: an NNX filter of the weights that are random, such as `nnx.PathContains("head")`. The
@@ -65,19 +67,13 @@ class Bayesian(Module):
       linearised: linearise the network in its weights, which is right for Laplace approximations, see
         `mj.linearised`; covariances are `Full` then, or `Diagonal` if that is the structure.
       batch_axes: the number of leading batch axes of the inputs; 0 not in `Separable`, see `mj.joint`.
-      output: picks the one array whose moments are wanted out of what the network returns, a tuple, a
-        dict or a dataclass, such as `lambda out: out.logits`. Networks at the means and sampled ones
-        return all that yours does. A model with a lambda cannot be pickled; one with a function of a
-        module can.
+      output: picks the one array whose moments are wanted out of what the network returns, such as
+        `lambda out: out.logits`; networks at the means and sampled ones return all of it. A model with a
+        lambda cannot be pickled, one with a function of a module can.
       verify: hold the first call of every compiled program to the network: without noise, on up to 8
         examples, its mean has to be the network's output, or a `PropagationError` names the first
         operation that is off. That is one more pass and one plain forward. In your own `jit` nothing can
         be raised: call `model.check(x)` once before.
-
-    Raises:
-      TypeError, ValueError: if the network has no parameters or is in training mode, the filter selects
-        none, beliefs or priors have another tree or shape, a prior's variance is not positive, or a
-        family does not fit an array.
 
     >>> import jax.numpy as jnp, moment_jax as mj
     >>> net = nnx.Sequential(
@@ -90,26 +86,14 @@ class Bayesian(Module):
     """
 
     def __init__(
-        self,
-        network: nnx.Module | linen.Module,
-        likelihood: Any = None,
-        *,
-        beliefs: Any = None,
-        random: Any = nnx.Param,
-        family: type[Posterior] | Callable[[Path], type[Posterior]] = Factorized,
-        relative_scale: float = 0.1,
-        prior: Any = None,
-        prior_scale: float = 1.0,
-        learn_prior: bool = False,
-        structure: type[Covariance] = Separable,
-        landmarks: int | None = None,
-        linearised: bool = False,
-        batch_axes: int = 1,
-        output: Callable[[Any], Any] | None = None,
-        verify: bool = True,
-    ) -> None:
-        self.verify = verify
-        self.batch_axes = batch_axes
+        self, network: nnx.Module | linen.Module, likelihood: Any = None, *, beliefs: Any = None,
+        random: Any = nnx.Param, family: Family = Factorized, relative_scale: float = 0.1,
+        prior: Any = None, prior_scale: float = 1.0, learn_prior: bool = False,
+        structure: type[Covariance] = Separable, landmarks: int | None = None,
+        linearised: bool = False, batch_axes: int = 1,
+        output: Callable[[Any], Any] | None = None, verify: bool = True,
+    ) -> None:  # fmt: skip
+        self.verify, self.batch_axes = verify, batch_axes
         self._set_options(structure, landmarks, linearised)
         self.kind, self.noise = likelihoods.stored(likelihood)
         self._output = Static(output)
@@ -119,19 +103,16 @@ class Bayesian(Module):
         graph, params, rest = split
         self.graph = Static(graph)
         known = dict(nnx.to_flat_state(params))
-        if not known:
-            raise ValueError(f"`mj.Bayesian` needs a network with parameters. Got {self.name}.")
+        need("mj.Bayesian", known, "a network with parameters", self.name)
         self.rest = nnx.data(jax.tree.map(lambda x: x, rest))
         arrays = {path: variable[...] for path, variable in known.items()}
         weights: dict[Path, Any] = {path: variable.copy() for path, variable in known.items()}
         if beliefs is None:
             chosen = dict(nnx.to_flat_state(nnx.state(network, nnx.All(nnx.Param, random))))
             chosen = {path: v[...] for path, v in chosen.items() if is_floating(v[...])}
-            if not chosen:
-                raise ValueError(
-                    "`mj.Bayesian` needs weights that `random` selects. Got none of "
-                    f"{', '.join(map(joined, known))}. Give a filter such as nnx.PathContains('head')."
-                )
+            came = f"none of {', '.join(map(joined, known))}"
+            mend = "Give a filter such as nnx.PathContains('head')."
+            need("mj.Bayesian", chosen, "weights that `random` selects", came, mend)
             weights |= begun(chosen, family, relative_scale)
         else:
             for path, x in placed(beliefs, arrays).items():
@@ -145,11 +126,10 @@ class Bayesian(Module):
             belief.set_prior(of[path], learn_prior)
 
     def _set_options(self, structure: Any, landmarks: int | None, linearised: bool) -> None:
-        if not (isinstance(structure, type) and issubclass(structure, Covariance)):
-            raise TypeError(
-                f"`mj.Bayesian` needs a covariance structure, one of {', '.join(STRUCTURES)} (the type "
-                f"itself, such as mj.Separable). Got {structure!r}."
-            )
+        right = isinstance(structure, type) and issubclass(structure, Covariance)
+        names = ", ".join(STRUCTURES)
+        rule = f"a covariance structure, one of {names} (the type itself, such as mj.Separable)"
+        need("mj.Bayesian", right, rule, repr(structure), error=TypeError)
         if structure is Separable and self.batch_axes == 0 and not linearised:
             raise ValueError(
                 "`mj.Bayesian` needs a batch axis in Separable: of a batch taken for a sequence, what "
@@ -169,10 +149,7 @@ class Bayesian(Module):
 
     @property
     def beliefs(self) -> dict[Any, Any]:
-        """A posterior in the place of each random array, and the certain arrays in theirs.
-
-        A tree like `nnx.to_pure_dict(nnx.state(network, nnx.Param))`.
-        """
+        """Posteriors and certain arrays, as in `nnx.to_pure_dict(nnx.state(network, nnx.Param))`."""
         flat = self._flat().items()
         known = {p: x.posterior if isinstance(x, Belief) else x[...] for p, x in flat}
         return nnx.traversals.unflatten_mapping(known)
@@ -206,8 +183,8 @@ class Bayesian(Module):
         A tree of `mj.posterior.GaussianPrior` in the places of random arrays; correlations are left out.
         In continual learning the factor says how much the old tasks count, and is the thing to tune.
         """
-        if (known := known_values(factor)) is not None and not known > 0:
-            raise ValueError(f"`as_prior` needs a positive factor. Got {factor}.")
+        known = known_values(factor)
+        need("as_prior", known is None or known > 0, "a positive factor", factor)
         of = ((path, belief.posterior) for path, belief in self.owned.items())
         found = {p: GaussianPrior(x.mean, factor * x.marginal_variance()) for p, x in of}
         return nnx.traversals.unflatten_mapping(found)
@@ -219,13 +196,11 @@ class Bayesian(Module):
         """A copy with other means, standard deviations or priors, in differentiated code too.
 
         Args:
-          where: an NNX filter of the random arrays whose standard deviations and priors change, such as
-            `nnx.PathContains("head")`.
+          where: an NNX filter of the random arrays whose standard deviations and priors change.
           means: a tree of arrays in the places of weights, random or certain.
           sds: of single weights, which are independent then (`Factorized`): a positive number, or a tree
             of arrays in the places of random weights.
-          relative: the standard deviations are given over the root mean square of an array's means,
-            which counts as at least .1.
+          relative: `sds` are over the root mean square of an array's means, at least .1.
           prior: as in `mj.Bayesian`, "network" for the means; what a tree omits stays as it is.
           prior_scale: as in `mj.Bayesian`; None for 1.
         """
@@ -237,8 +212,8 @@ class Bayesian(Module):
     def scaled(self, factor: Array | float) -> Self:
         """A copy with all standard deviations multiplied by a positive number."""
         known = known_values(factor)
-        if known is not None and not (known >= 0).all():
-            raise ValueError(f"`scaled` needs a factor that is not negative. Got {factor}.")
+        right = known is None or (known >= 0).all()
+        need("scaled", right, "a factor that is not negative", factor)
         copy = nnx.clone(self)
         copy.spread = nnx.Variable(None)  # it was found with the standard deviations before
         for belief in copy.owned.values():
@@ -252,10 +227,8 @@ class Bayesian(Module):
         Of a corrected model it is a copy.
         """
         known = {name: getattr(self, name) for name in ("structure", "landmarks", "linearised")}
-        if set(options) - set(known):
-            raise TypeError(
-                f"`replace` takes {', '.join(known)}. Got {', '.join(set(options) - set(known))}."
-            )
+        others = ", ".join(set(options) - set(known))
+        need("replace", not others, f"one of {', '.join(known)}", others, error=TypeError)
         # A corrected model keeps variables of its own: others could be trained under its factor.
         copy = nnx.clone(self, variables=self.spread.get_value() is not None)
         copy._set_options(**{**known, **options})
@@ -293,17 +266,12 @@ class Bayesian(Module):
         """
         self._needs_likelihood("predict")
         check_inputs(inputs, self.batch_axes, self.structure)
-        return predicted(self, inputs, options, batch_size, self.batch_axes)
+        return predicted(self, inputs, options, batch_size)
 
     def elbo(
-        self,
-        x: Any,
-        y: Array,
-        *,
-        dataset_size: Array | int,
-        kl_weight: Array | float = 1.0,
+        self, x: Any, y: Array, *, dataset_size: Array | int, kl_weight: Array | float = 1.0,
         **options: Any,
-    ) -> Array:
+    ) -> Array:  # fmt: skip
         """The ELBO of a mini-batch, in nats for each example of the data; of one pass, without samples.
 
         Args:
@@ -324,8 +292,7 @@ class Bayesian(Module):
 
     def check(
         self, x: Any, key: Array | None = None, samples: int = 300, *, y: Array | None = None,
-        progress: bool | None = None,
-        **options: Any,
+        progress: bool | None = None, **options: Any,
     ) -> Check:  # fmt: skip
         """Whether the pass is right on this input, and its price beside that of sampled networks.
 
@@ -334,13 +301,11 @@ class Bayesian(Module):
         its weights, which tells a wrong rule from a posterior that is wide; and sampled networks. With
         targets it also compares what the ELBO is made of, their expected log likelihood.
 
-        Args:
-          x: the network's input, or a tuple of its arguments.
+        Args (x and options are those of `elbo`):
           key: a JAX random key; None for a fixed one.
           samples: number of networks drawn, 2 or more.
           y: targets as for `elbo`, for the `claim` of the check.
           progress: show a bar (tqdm, on stderr); None means if stderr is a terminal.
-          options: the network's keyword arguments.
         """
         if y is not None:
             self._needs_likelihood("check")
@@ -357,10 +322,8 @@ class Bayesian(Module):
         that. They hold for these beliefs: `scaled` and `replace` forget them, and a gradient by the
         beliefs raises, so correct after training. Arguments are those of `check`.
         """
-        found, before = (
-            spread_factors(self, x, key, samples, progress, options),
-            self.spread.get_value(),
-        )
+        found = spread_factors(self, x, key, samples, progress, options)
+        before = self.spread.get_value()
         copy = nnx.clone(self)
         copy.spread = nnx.Variable(found if before is None else found * before)
         return copy
@@ -370,7 +333,6 @@ class Bayesian(Module):
         return explained(self, inputs, options)
 
     def __repr__(self) -> str:
-        """Five lines: the network, its weights, the beliefs, the covariance, the targets."""
         flat, owned = self._flat(), self.owned
         families = ", ".join(sorted({belief.family.__name__ for belief in owned.values()}))
         random = sum(belief.mean[...].size for belief in owned.values())
@@ -391,9 +353,8 @@ class Bayesian(Module):
 
     def _flat(self) -> dict[Path, Any]:
         """Beliefs and certain parameters by the network's own paths."""
-        return nnx.traversals.flatten_mapping(
-            self.weights, is_leaf=lambda _, x: not isinstance(x, dict)
-        )
+        flatten = nnx.traversals.flatten_mapping
+        return flatten(self.weights, is_leaf=lambda _, x: not isinstance(x, dict))
 
     def _network(self, values: Any) -> nnx.Module:
         """The plain network with these arrays, on new variables, which it may write to while traced."""
@@ -402,21 +363,53 @@ class Bayesian(Module):
             path: nnx.Param(x) if isinstance(kinds[path], Belief) else kinds[path].replace(x)
             for path, x in flat.items()
         }
-        rest = jax.tree.map(lambda x: x, self.rest)
-        network: nnx.Module = nnx.merge(
-            self.graph.value, nnx.from_flat_state(params), rest, copy=True
-        )
+        state = nnx.from_flat_state(params), jax.tree.map(lambda x: x, self.rest)
+        network: nnx.Module = nnx.merge(self.graph.value, *state, copy=True)
         return network
 
     def _needs_likelihood(self, method: str) -> Any:
-        if self.likelihood is None:
-            raise ValueError(
-                f"`{method}` needs a likelihood. Got a model without one. Give it to "
-                "mj.Bayesian(network, mj.Categorical())."
-            )
-        return self.likelihood
+        known, mend = self.likelihood, "Give it to mj.Bayesian(network, mj.Categorical())."
+        need(method, known is not None, "a likelihood", "a model without one", mend)
+        return known
 
 
 @inlined
 def _kl(pairs: list[tuple[Posterior, Any]]) -> Array:
     return sum((posterior.kl(prior) for posterior, prior in pairs), jnp.zeros(()))
+
+
+class Mixture(Module):
+    """The equal mixture of `mj.Bayesian` models of one likelihood: one is right, and nobody knows which.
+
+    >>> import jax.numpy as jnp, moment_jax as mj
+    >>> nets = [nnx.Linear(3, 1, rngs=nnx.Rngs(seed)) for seed in range(2)]
+    >>> model = mj.nn.Mixture([mj.Bayesian(net, mj.Gaussian(0.1)) for net in nets])
+    >>> prediction = model.predict(jnp.ones((5, 3)))
+    >>> prediction.mean.shape, prediction.log_prob(jnp.zeros((5, 1))).shape
+    ((5, 1), (5,))
+    """
+
+    def __init__(self, members: Sequence[Bayesian]) -> None:
+        known: Any = members if isinstance(members, Sequence) else [members]
+        right = known is members and known and all(isinstance(x, Bayesian) for x in known)
+        came = ", ".join(type(x).__name__ for x in known) or "an empty one"
+        need("mj.nn.Mixture", right, "a list of mj.Bayesian", came, error=TypeError)
+        self.members = nnx.List(members)
+
+    def __repr__(self) -> str:
+        return f"Mixture of {len(self.members)}, the first of which is {self.members[0]!r}"
+
+    __str__ = __repr__
+
+    def predict(self, *inputs: Any, batch_size: int = 256, **options: Any) -> Any:
+        """The average of the members' predictive distributions, with the same methods as one of them.
+
+        Probabilities of classes are averaged. Of real values, `log_prob` is that of the mixture, mean
+        and variance follow the law of total variance, and `quantile` solves for the mixture's.
+        """
+        options |= {"batch_size": batch_size}
+        return averaged([member.predict(*inputs, **options) for member in self.members])
+
+    def log_prob(self, x: Any, y: Array, *, batch_size: int = 256, **options: Any) -> Array:
+        """Log predictive density of each target, in nats: `predict(x).log_prob(y)`."""
+        return self.predict(*arguments(x), batch_size=batch_size, **options).log_prob(y)

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array
 
 from moment_jax import posterior as families
-from moment_jax.covariance.fields import known_values
+from moment_jax.covariance.fields import known_values, need
 from moment_jax.nn.modules import Module
 from moment_jax.posterior import GaussianPrior, Posterior
 from moment_jax.xla import diagonal_matrix, diagonal_of, inlined
@@ -26,6 +26,7 @@ FAMILIES: dict[Any, tuple[str, ...]] = {
     families.OutputShared: ("scale",),
     families.KroneckerEigen: ("in_basis", "out_basis", "scale"),
 }
+NAMES = ", ".join(family.__name__ for family in FAMILIES)
 OF_MATRICES = families.OutputShared, families.KroneckerEigen
 ARRAYS = jax.Array, np.ndarray
 Path = tuple[Any, ...]
@@ -51,10 +52,7 @@ class Belief(Module):
     L L^T with L lower triangular and softplus on its diagonal.
 
     Args:
-      posterior: the first one, of a family of `mj.posterior`.
-
-    Raises:
-      ValueError: if the family is another one, or a covariance is singular.
+      posterior: the first one, of a family of `mj.posterior`, or a ValueError is raised; not singular.
     """
 
     def __init__(self, posterior: Posterior) -> None:
@@ -82,7 +80,6 @@ class Belief(Module):
         return belief
 
     def __repr__(self) -> str:
-        """One line: the family, the array's type and shape, the prior."""
         mean, sd = (known_values(x[...]) for x in (self.prior_mean, self.prior_sd))
         prior = "of its own for each entry"
         if mean is not None and sd is not None and mean.size == sd.size == 1:
@@ -122,21 +119,18 @@ class Belief(Module):
         return GaussianPrior(self.prior_mean[...], sd**2)
 
 
-def stored_form(belief: Posterior) -> dict[str, Array]:
+def stored_form(belief: Any) -> dict[str, Array]:
     """The unconstrained parameters of a belief: inverses of softplus and of L L^T."""
     if isinstance(belief, families.Point):
         return {}
     if isinstance(belief, families.FullNormal):
         return {"entries": _root(belief.cov.reshape(2 * (belief.mean.size,)))}
-    basis = {}
-    if isinstance(belief, families.KroneckerEigen) and belief.variance.shape == belief.shape:
-        basis = {"in_basis": belief.in_basis, "out_basis": belief.out_basis}
-    elif not isinstance(belief, families.Factorized | families.OutputShared):
-        raise ValueError(
-            f"A module needs {', '.join(known.__name__ for known in FAMILIES)} of its own shape. Got "
-            f"{type(belief).__name__} of shape {belief.shape}."
-        )
-    return {**basis, "scale": _raw(belief.variance)}
+    rotated = isinstance(belief, families.KroneckerEigen) and belief.variance.shape == belief.shape
+    right = rotated or isinstance(belief, families.Factorized | families.OutputShared)
+    came = f"{type(belief).__name__} of shape {belief.shape}"
+    need("mj.nn.Belief", right, f"{NAMES} of its own shape", came)
+    basis = {"in_basis": belief.in_basis, "out_basis": belief.out_basis} if rotated else {}
+    return {**basis, "scale": _inverse_softplus(jnp.sqrt(belief.variance))}
 
 
 def _root(cov: Array) -> Array:
@@ -144,7 +138,7 @@ def _root(cov: Array) -> Array:
     try:  # what is known in double precision, for nearly singular ones
         wide = None if known is None else jnp.asarray(np.linalg.cholesky(known.astype(np.float64)))
     except np.linalg.LinAlgError as error:
-        message = "A belief needs positive definite covariances. Got a singular one."
+        message = "`mj.nn.Belief` needs positive definite covariances. Got a singular one."
         raise ValueError(message) from error
     root = jnp.linalg.cholesky(cov) if wide is None else wide
     return jnp.tril(root, -1) + diagonal_matrix(_inverse_softplus(diagonal_of(root)))
@@ -153,30 +147,19 @@ def _root(cov: Array) -> Array:
 @partial(inlined, static_argnums=0)
 def _scaled(name: str, raw: Array, factor: Array | float) -> Array:
     """The parameter of a spread that is `factor` times as large."""
-
-    def entry(x: Array) -> Array:
-        return _inverse_softplus(factor * jax.nn.softplus(x))
-
-    if name == "scale":
-        return entry(raw)
-    return factor * jnp.tril(raw, -1) + diagonal_matrix(entry(diagonal_of(raw)))
+    sds = jax.nn.softplus(raw if name == "scale" else diagonal_of(raw))
+    scaled = _inverse_softplus(factor * sds)
+    return scaled if name == "scale" else factor * jnp.tril(raw, -1) + diagonal_matrix(scaled)
 
 
 def matrix_shape(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """(in, out) of an array as a matrix: (D, 1) for a vector, a bias or a gain, else its best cut.
-
-    That is the one with the smallest factors: (D, H K) for a query's kernel (D, H, K).
-    """
+    """(in, out) as a matrix: (D, 1) of a vector, a bias or a gain, else the cut with least factors."""
     size = math.prod(shape)
     if name in ("bias", "scale") or max(shape, default=1) == size:
         return size, 1
+    # A query's kernel (D, H, K) is (D, H K).
     cuts = ((math.prod(shape[:i]), math.prod(shape[i:])) for i in range(len(shape)))
     return min(cuts, key=sum)
-
-
-@inlined
-def _raw(variance: Array) -> Array:
-    return _inverse_softplus(jnp.sqrt(variance))
 
 
 @inlined
@@ -198,21 +181,16 @@ def _spread(name: str, raw: Array) -> Array:
 
 def begun(arrays: dict[Path, Array], family: Family, relative_scale: float) -> dict[Path, Belief]:
     """The first belief about each array, its mean; `Factorized` of vectors."""
-    if not 0 < relative_scale < np.inf:
-        raise ValueError(f"`mj.Bayesian` needs relative_scale > 0. Got {relative_scale}.")
-    found = {}
+    need("mj.Bayesian", 0 < relative_scale < np.inf, "relative_scale > 0", relative_scale)
+    found, rule = {}, f"a posterior family, one of {NAMES}"
     for path, value in arrays.items():
         kind: Any = family if isinstance(family, type) else family(path)
-        if kind not in FAMILIES:
-            names = ", ".join(known.__name__ for known in FAMILIES)
-            raise TypeError(f"`family` needs a posterior family, one of {names}. Got {kind!r}.")
+        need("family", kind in FAMILIES, rule, repr(kind), error=TypeError)
         matrix = matrix_shape(str(path[-1]), tuple(value.shape))
         if kind in OF_MATRICES and matrix[1] == 1:
-            if not isinstance(family, type):
-                raise ValueError(
-                    f"`family` needs to fit every array. Got {kind.__name__}, a family of "
-                    f"matrices, for the vector {joined(path)}. Return Factorized for it."
-                )
+            came = f"{kind.__name__}, a family of matrices, for the vector {joined(path)}"
+            right, mend = isinstance(family, type), "Return Factorized for it."
+            need("family", right, "to fit every array", came, mend)
             kind = families.Factorized
         found[path] = Belief(_first(kind, matrix, value, relative_scale))
     return found
@@ -243,15 +221,11 @@ def size_of(weights: Array) -> Array:
 
 def placed(beliefs: Any, arrays: dict[Path, Array]) -> dict[Path, Any]:
     """Beliefs and arrays by path, of a tree of posteriors in the places and shapes of parameters."""
-    example = "mj.posterior.Factorized(mean, variance)"
-    found = in_places(
-        "mj.Bayesian(beliefs=...)", beliefs, arrays, "beliefs", example, (Posterior, *ARRAYS)
-    )
-    if not any(isinstance(x, Posterior) for x in found.values()):
-        raise ValueError(
-            "`mj.Bayesian(beliefs=...)` needs a belief about one array at least. Got none. Put "
-            f"{example} in its place."
-        )
+    call, example = "mj.Bayesian(beliefs=...)", "mj.posterior.Factorized(mean, variance)"
+    found = in_places(call, beliefs, arrays, "beliefs", example, (Posterior, *ARRAYS))
+    right = any(isinstance(x, Posterior) for x in found.values())
+    mend = f"Put {example} in its place."
+    need(call, right, "a belief about one array at least", "none", mend)
     for path, x in found.items():
         try:
             found[path] = Belief(x) if isinstance(x, Posterior) else jnp.asarray(x)
@@ -270,26 +244,21 @@ def in_places(
         found = nnx.traversals.flatten_mapping(tree, keep_empty_nodes=True)
     inner = {path[:i] for path in arrays for i in range(len(path))}
     empty = nnx.traversals.empty_node
-    found = {
-        path: {} if x is empty else x
-        for path, x in found.items()
-        if x is not None and not (x is empty and path in inner)
-    }
+    skipped = {path for path, x in found.items() if x is None or (x is empty and path in inner)}
+    found = {p: {} if x is empty else x for p, x in found.items() if p not in skipped}
+    places = ", ".join(f"{joined(path)} {tuple(x.shape)}" for path, x in arrays.items())
+    rule = f"{what} in the places and shapes of the network's parameters: {places}"
+    of = "nnx.to_pure_dict(nnx.state(network, nnx.Param))"
+    mend = f"Put {example} in the places of arrays in {of}."
     for path, x in found.items():
         wanted = tuple(arrays[path].shape) if path in arrays else None
         shape = getattr(x, "shape", None)
         if isinstance(x, GaussianPrior):  # broadcasts
-            shape = next(
-                (s for s in map(np.shape, (x.mean, x.variance)) if not _fits(s, wanted)), wanted
-            )
-        if wanted is None or shape != wanted or not isinstance(x, kinds):
-            places = ", ".join(f"{joined(p)} {tuple(v.shape)}" for p, v in arrays.items())
-            came = f"{type(x).__name__} of shape {shape} at " if wanted else "the key "
-            raise ValueError(
-                f"`{call}` needs {what} in the places and shapes of the network's parameters: {places}. "
-                f"Got {came}'{joined(path)}'. Put {example} in the "
-                "places of arrays in nnx.to_pure_dict(nnx.state(network, nnx.Param))."
-            )
+            shapes = map(np.shape, (x.mean, x.variance))
+            shape = next((s for s in shapes if not _fits(s, wanted)), wanted)
+        came = f"{type(x).__name__} of shape {shape} at " if wanted else "the key "
+        right = wanted is not None and shape == wanted and isinstance(x, kinds)
+        need(call, right, rule, f"{came}'{joined(path)}'", mend)
     return found
 
 
@@ -307,20 +276,16 @@ def priors(
     With a scale of None, of those alone that a tree names.
     """
     named, scale = scale is None, 1.0 if scale is None else scale
-    if not 0 < scale < np.inf:
-        raise ValueError(f"`{call}` needs prior_scale > 0. Got {scale}.")
+    need(call, 0 < scale < np.inf, "prior_scale > 0", scale)
     if isinstance(prior, str) and prior == "network":
         return {p: GaussianPrior(x, (scale * size_of(x)) ** 2) for p, x in arrays.items()}
     tree = prior.as_prior() if hasattr(prior, "as_prior") else prior
-    if not isinstance(tree, dict | nnx.State | Posterior | GaussianPrior | None):
-        raise TypeError(
-            f'`{call}` needs prior="network", a tree of GaussianPrior or Factorized, or a mj.Bayesian. '
-            f"Got {prior!r}. For N(0, s^2) of every weight, give prior_scale=s."
-        )
     kinds = GaussianPrior, Posterior
-    given = (
-        {} if tree is None else in_places(call, tree, arrays, "priors", "a GaussianPrior", kinds)
-    )
+    if not isinstance(tree, dict | nnx.State | Posterior | GaussianPrior | None):
+        rule = 'prior="network", a tree of GaussianPrior or Factorized, or a mj.Bayesian'
+        mend = "For N(0, s^2) of every weight, give prior_scale=s."
+        raise TypeError(f"`{call}` needs {rule}. Got {prior!r}. {mend}")
+    given = in_places(call, tree or {}, arrays, "priors", "a GaussianPrior", kinds)
     for path, x in given.items():
         if isinstance(x, Posterior):
             given[path] = x = GaussianPrior(x.mean, x.marginal_variance())
@@ -331,15 +296,13 @@ def priors(
 def _check_positive(call: str, what: str, path: Path, values: Any) -> None:
     known = known_values(values)
     if known is not None and not ((known > 0) & (known < np.inf)).all():
-        raise ValueError(
-            f"`{call}` needs positive {what}. Got {known.min()} at '{joined(path)}'. Leave it out, or "
-            "make its weights certain by random=."
-        )
+        rule, came = f"positive {what}", f"{known.min()} at '{joined(path)}'"
+        mend = "Leave it out, or make its weights certain by random=."
+        raise ValueError(f"`{call}` needs {rule}. Got {came}. {mend}")
 
 
 def changed(
-    weights: dict[Path, Any], where: Any, means: Any, sds: Any, relative: bool, prior: Any,
-    scale: float | None,
+    weights: dict[Path, Any], where: Any, means: Any, sds: Any, relative: bool, prior: Any, scale: Any
 ) -> None:  # fmt: skip
     """Change beliefs and certain weights, by path, in place: see `Bayesian.with_beliefs`."""
     call, selects = "with_beliefs", nnx.filterlib.to_predicate(where)
@@ -350,11 +313,8 @@ def changed(
         means_of[path].set_value(arrays[path].reshape(means_of[path].shape))
     random = {path: x for path, x in weights.items() if isinstance(x, Belief)}
     chosen = {path: arrays[path] for path, x in random.items() if selects(path, x.mean)}
-    if not chosen:
-        raise ValueError(
-            f"`{call}` needs random arrays that `where` selects. Got none of "
-            f"{', '.join(map(joined, random))}."
-        )
+    came = f"none of {', '.join(map(joined, random))}"
+    need(call, chosen, "random arrays that `where` selects", came)
     if isinstance(sds, dict | nnx.State):
         given = in_places(call, sds, chosen, "standard deviations", "an array", ARRAYS)
     else:

@@ -13,15 +13,15 @@ from flax import nnx
 from jax import Array
 
 from moment_jax.covariance import Diagonal, Moments
+from moment_jax.covariance.fields import need
 from moment_jax.nn import likelihood as likelihoods
-from moment_jax.nn.inputs import arguments, check_inputs, check_key, with_batch
+from moment_jax.nn.inputs import arguments, check_certain, check_inputs, check_key, with_batch
 from moment_jax.nn.law import EXAMPLES, as_function, hold
 from moment_jax.nn.prediction import run_pass
 from moment_jax.nn.static import Static
 from moment_jax.posterior import sample_params
 from moment_jax.progress import compiling, tracked
 from moment_jax.propagation import linearised
-from moment_jax.propagation.propagator import is_random_input
 
 ENTRIES = 32  # of an example's output, whose derivatives are taken
 AT_ONCE = 10  # networks drawn, of which the bar tells
@@ -53,7 +53,6 @@ class Claim(NamedTuple):
         return cls(*map(float, (claimed.mean(), each.mean(), each.std(ddof=1) / len(each) ** 0.5)))
 
     def __str__(self) -> str:
-        """As in a check."""
         return f"{self.claimed:.3g} claimed, {self.drawn:.3g} ± {self.error:.1g} drawn, nats an example"
 
 
@@ -87,7 +86,6 @@ class Check:
         return right
 
     def __repr__(self) -> str:
-        """Five lines, the verdict first; a sixth with targets."""
         claim = "" if self.claim is None else f"\n  expected log likelihood: {self.claim}"
         return (
             f"Check: {self.verdict}\n"
@@ -132,8 +130,7 @@ def spread_factors(
     )
     sd, sampled = (x[..., None] if x.ndim == model.batch_axes else x for x in (moments.sd, sampled))
     varies = (sd > 0) & (sampled > 0)
-    if not jnp.any(varies):
-        raise ValueError("`corrected` needs an output that varies. Got variances of zero.")
+    need("corrected", jnp.any(varies), "an output that varies", "variances of zero")
     ratio = jnp.where(varies, sampled / jnp.where(varies, sd, 1), jnp.nan)
     each = jnp.nanmean(ratio, axis=tuple(range(sd.ndim - 1)))
     return jnp.where(jnp.isnan(each), jnp.nanmean(each), each)
@@ -145,13 +142,10 @@ def beside_sampled(
 ) -> Any:  # fmt: skip
     """One pass; mean, sd and fits (S, B) to targets of sampled networks; each with its seconds."""
     key = jax.random.key(0) if key is None else key
-    if any(map(is_random_input, inputs)):
-        came = "Got the moments of a random one. Give its mean"
-        raise ValueError(f"`{caller}` draws networks, and needs certain inputs. {came}.")
+    check_certain(caller, inputs, "It draws networks: give the mean.")
     check_inputs(inputs, model.batch_axes, model.structure)
     check_key(caller, key)
-    if samples < 2:
-        raise ValueError(f"`{caller}` needs samples >= 2. Got {samples}.")
+    need(caller, samples >= 2, "samples >= 2", samples)
     graph, state = nnx.split(model)
     keys = jax.random.split(key, samples)[np.arange(-(-samples // AT_ONCE) * AT_ONCE) % samples]
 
@@ -165,14 +159,11 @@ def beside_sampled(
     def of_state(state: Any) -> Any:
         return run_pass(graph, state, inputs, known=known)
 
-    def of_keys(keys: Any) -> Any:
-        return drawn(graph, state, inputs, y, keys, known=known)
-
     ((moments, _),), seconds = timed("the pass", of_state, state)
     hold(model, graph, state, inputs, known, lambda x: of_state(x)[1], always=True)
-    each, seconds_sampled = timed(
-        "sampled networks", of_keys, *keys.reshape(-1, AT_ONCE, *keys.shape[1:])
-    )
+    groups = keys.reshape(-1, AT_ONCE, *keys.shape[1:])
+    of_keys = partial(drawn, graph, state, inputs, y, known=known)
+    each, seconds_sampled = timed("sampled networks", of_keys, *groups)
     outputs, fits = jax.tree.map(lambda *x: jnp.concatenate(x)[:samples], *each)
     found = outputs.mean(axis=0), outputs.std(axis=0, ddof=1), fits
     return (moments, seconds), (found, seconds_sampled)
@@ -192,18 +183,14 @@ def _beside_linearised(model: Any, inputs: Any, known: Static, sd: Array) -> tup
     except ValueError:  # its derivatives are not those of its values, or there are none
         return math.nan, math.nan
     little = run_pass(*nnx.split(model.scaled(LITTLE)), inputs, known=known)[0].sd / LITTLE
-    little, sampled = (
-        np.asarray(x).reshape(-1, size)[: len(linear), list(entries)] for x in (little, sd)
-    )
+    each = (np.asarray(x).reshape(-1, size)[: len(linear), list(entries)] for x in (little, sd))
     varies = np.asarray(linear) > 0
-    ratios = [(x[varies] / linear[varies]) for x in (little, sampled)]
+    ratios = [x[varies] / linear[varies] for x in each]
     return float(np.abs(ratios[0] - 1).mean()), float(ratios[1].mean() - 1)
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("known", "entries"))
-def _linearised(
-    graph: Any, state: Any, inputs: Any, *, entries: tuple[int, ...], known: Static
-) -> Array:
+def _linearised(graph: Any, state: Any, inputs: Any, *, entries: Any, known: Static) -> Array:
     """Sds of these entries of each example's output, of the network linearised in its weights."""
     model: Any = nnx.merge(graph, state)
     fn, axes, places = as_function(model, known.value), model.batch_axes, jnp.asarray(entries)
@@ -230,10 +217,7 @@ def of_draw(model: Any, inputs: Any, y: Any, key: Array, options: dict[str, Any]
 def drawn(graph: Any, state: Any, inputs: Any, y: Any, keys: Array, *, known: Static) -> Any:
     """Sampled networks' outputs, one for each key, and their fits (S, B) to targets, in nats."""
     model: Any = nnx.merge(graph, state)
-
-    def of_network(key: Array) -> Any:
-        return of_draw(model, inputs, y, key, known.value)
-
     size = jax.tree.leaves(inputs)[0].shape[0] if model.batch_axes and inputs else 1
     together = min(len(keys), max(1, TOGETHER // size))
-    return jax.lax.map(of_network, keys, batch_size=together)
+    draw = partial(of_draw, model, inputs, y, options=known.value)
+    return jax.lax.map(draw, keys, batch_size=together)

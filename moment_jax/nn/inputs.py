@@ -8,6 +8,7 @@ import numpy as np
 from flax.errors import FlaxError
 
 from moment_jax.covariance import Covariance, Moments
+from moment_jax.covariance.fields import need
 from moment_jax.propagation import PropagationError, errors
 from moment_jax.propagation.propagator import is_random_input
 
@@ -26,42 +27,35 @@ def with_batch(x: Any, axes: int) -> Any:
 
 def check_inputs(inputs: tuple[Any, ...], axes: int, structure: type[Covariance]) -> None:
     """Raise unless all are arrays with so many batch axes, and random ones have their covariance."""
-    for x in (x[0] if is_random_input(x) else x for x in inputs):
-        if not isinstance(x, jax.Array | np.ndarray | np.generic) and not hasattr(
-            x, "__jax_array__"
-        ):
-            raise TypeError(
-                f"A Bayesian model needs NumPy or JAX arrays. Got {type(x).__name__}. Use np.asarray(x)."
-            )
-        if isinstance(x, np.ndarray) and x.dtype.kind in "OSUM":
-            raise TypeError(
-                f"A Bayesian model needs arrays of numbers. Got {x.dtype}. Encode categories and text."
-            )
-    for x, cov in (x for x in inputs if is_random_input(x)):
-        width = (1, *x.shape[axes:])[-1]
-        wanted = (*x.shape[:axes], math.prod(x.shape[axes:]) // width, width)
-        if type(cov) is not structure or tuple(cov.shape) != wanted:
-            raise ValueError(
-                f"A random input (mean, cov) needs a covariance in {structure.__name__} of "
-                f"shape {wanted}, with the mean's batch axes. Got {type(cov).__name__} of "
-                f"{tuple(cov.shape)}."
-            )
-    for x in (x[0] if is_random_input(x) else x for x in inputs):
-        if x.ndim < axes or 0 in x.shape[:axes]:
-            got = tuple(x.shape)
-            raise ValueError(
-                f"A Bayesian model needs arrays of an example or more, with {axes} leading batch axes. "
-                f"Got {got}. For one input, use x[None]."
-            )
+    for given in inputs:
+        x, cov = given if is_random_input(given) else (given, None)
+        right = isinstance(x, jax.Array | np.ndarray | np.generic) or hasattr(x, "__jax_array__")
+        came, mend = type(x).__name__, "Use np.asarray(x)."
+        need("mj.Bayesian", right, "NumPy or JAX arrays", came, mend, TypeError)
+        right = not isinstance(x, np.ndarray) or x.dtype.kind not in "OSUM"
+        mend = "Encode categories and text."
+        need("mj.Bayesian", right, "arrays of numbers", getattr(x, "dtype", ""), mend, TypeError)
+        rule = f"arrays of an example or more, with {axes} leading batch axes"
+        right, mend = x.ndim >= axes and 0 not in x.shape[:axes], "For one input, use x[None]."
+        need("mj.Bayesian", right, rule, tuple(x.shape), mend)
+        if cov is not None:
+            width = (1, *x.shape[axes:])[-1]
+            shape = (*x.shape[:axes], math.prod(x.shape[axes:]) // width, width)
+            right, kind = type(cov) is structure and tuple(cov.shape) == shape, structure.__name__
+            rule = f"a covariance in {kind} of shape {shape}, with the mean's batch axes"
+            need("model((mean, cov))", right, rule, f"{type(cov).__name__} of {tuple(cov.shape)}")
+
+
+def check_certain(call: str, inputs: tuple[Any, ...], mend: str = "Give its mean.") -> None:
+    """Raise if an input is random."""
+    right = not any(map(is_random_input, inputs))
+    need(call, right, "certain inputs", "the moments of a random one", mend)
 
 
 def explain_batch(
     plain: Any, inputs: tuple[Any, ...], options: Any, axes: int, error: Exception
 ) -> None:
-    """Raise a ValueError if the model failed because the network does not take its inputs.
-
-    They may have one batch axis too few or many.
-    """
+    """Raise unless the network takes these inputs: they may have a batch axis too few or many."""
     batch = inputs[0].shape[:axes] if inputs else ()
     unknown = [k for k in options if f"unexpected keyword argument '{k}'" in str(error)]
     if unknown:
@@ -100,7 +94,5 @@ def explain_batch(
 
 def check_key(caller: str, key: Any) -> None:
     """Raise unless it is a random key."""
-    if not isinstance(key, jax.Array | np.ndarray):
-        raise TypeError(
-            f"`{caller}` needs a JAX random key. Got {key!r}. Use jax.random.key(0), of any number."
-        )
+    right, mend = isinstance(key, jax.Array | np.ndarray), "Use jax.random.key(0), of any number."
+    need(caller, right, "a JAX random key", key, mend, TypeError)

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from moment_jax.covariance.fields import need
 from moment_jax.nn.bayesian import Bayesian
-from moment_jax.nn.inputs import arguments, check_inputs, with_batch
-from moment_jax.nn.law import as_function
+from moment_jax.nn.inputs import arguments, check_certain, check_inputs, with_batch
+from moment_jax.nn.law import as_function, at_means
 from moment_jax.nn.static import Static
 from moment_jax.posterior import Point, Posterior
 from moment_jax.posterior.base import mean_params
 from moment_jax.propagation.derivatives import check_derivatives
-from moment_jax.propagation.propagator import is_random_input
 from moment_jax.propagation.weights import root_of
 
 MOST = 2**28  # numbers of a factor or a covariance, 1 GiB in float32
@@ -39,22 +39,19 @@ def joint(
     The outputs of different inputs share the noise of the weights, which `model(x)` leaves out. The
     covariance is F F^T, F the derivatives by all P random weights times a root of their covariance.
 
-    Beside 3,000 sampled networks, themselves .1 off, covariances between inputs are .09 off in an MLP,
-    at sds of .05 to .2 of the weights' size. In Transformers of two blocks they are .2 off at .05, .5 at
-    .1, and at .2 over 1, worse than 32 sampled networks: only small noise is described.
+    Only small noise is described: beside 3,000 sampled networks, themselves .1 off, covariances between
+    inputs are .09 off in an MLP, at sds of .05 to .2 of the weights' size, but in Transformers of two
+    blocks .2 at .05, .5 at .1, and over 1 at .2, worse than 32 sampled networks.
 
     Args:
-      model: of `batch_axes=1`, in any structure: its means and beliefs are what counts.
-      x: the network's input (N, ...), or a tuple of its arguments.
+      model: of `batch_axes=1`, in any structure, whose derivatives are those of its values.
+      x: the network's input (N, ...), or a tuple of its arguments: certain, and so few that 2^28 numbers
+        are enough. A ValueError is raised else.
       targets: further inputs, whose covariance with those of x is wanted.
       rank: numbers in a row of F; None for P. Fewer are random sums with signs, which keep variances:
         covariances between inputs are .32 off with 400, .16 with 1,600 (10 classes, 27,000 weights). Of
         64 inputs F takes 46 plain forwards, F F^T 60 more with all P, and .3 with 400.
       options: the network's keyword arguments.
-
-    Raises:
-      ValueError: if the model has other batch axes, an input is random, more than 2^28 numbers would be
-        needed, or a derivative is not that of the values.
 
     >>> import moment_jax as mj
     >>> net = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
@@ -62,36 +59,24 @@ def joint(
     >>> found.mean.shape, found.cov.shape, found.cross.shape
     ((10,), (10, 10), (10, 8))
     """
-    if not isinstance(model, Bayesian) or model.batch_axes != 1:
-        came = getattr(model, "batch_axes", type(model).__name__)
-        raise ValueError(f"`joint` needs a mj.Bayesian of batch_axes=1. Got {came}.")
-    if rank is not None and rank < 1:
-        raise ValueError(f"`joint` needs rank >= 1. Got {rank}. None is exact.")
+    right, came = isinstance(model, Bayesian), getattr(model, "batch_axes", type(model).__name__)
+    need("joint", right and came == 1, "a mj.Bayesian of batch_axes=1", came)
+    need("joint", rank is None or rank >= 1, "rank >= 1", rank, "None is exact.")
     graph, state = nnx.split(model)
     found = []
     for inputs in map(arguments, (x,) if targets is None else (x, targets)):
-        if any(map(is_random_input, inputs)):
-            came = "Got the moments of a random one. Give its mean"
-            raise ValueError(f"`joint` needs certain inputs. {came}.")
+        check_certain("joint", inputs)
         check_inputs(inputs, 1, model.structure)
-        known = Static(options), rank
-        output = jax.eval_shape(lambda s, i, k=known: _outputs(graph, s, i, k[0]), state, inputs)
+        known = Static(options)
+        output = jax.eval_shape(partial(at_means, graph, known=known), state, inputs)
         weights = sum(math.prod(belief.shape) for belief in model.owned.values())
         most = max(output.size * min(rank or weights, weights), output.size**2)
-        if most > MOST:
-            mend = "Give fewer inputs, or a rank." if rank is None else "Give fewer inputs."
-            raise ValueError(
-                f"`joint` needs at most 2^28 numbers. Got {most}, for {output.size} outputs and "
-                f"{weights} random weights. {mend}"
-            )
-        found.append(_factor(graph, state, inputs, *known))
+        came = f"{most}, for {output.size} outputs and {weights} random weights"
+        mend = "Give fewer inputs, or a rank." if rank is None else "Give fewer inputs."
+        need("joint", most <= MOST, "at most 2^28 numbers", came, mend)
+        found.append(_factor(graph, state, inputs, known, rank))
     (mean, factor), *others = found
     return Joint(mean, factor @ factor.T, factor @ others[0][1].T if others else None)
-
-
-def _outputs(graph: Any, state: Any, inputs: Any, options: Static) -> Array:
-    model: Any = nnx.merge(graph, state)
-    return jnp.asarray(as_function(model, options.value)(mean_params(model.beliefs), *inputs))
 
 
 @partial(jax.jit, static_argnums=(0, 3, 4))

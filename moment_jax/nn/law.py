@@ -11,6 +11,8 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
+from moment_jax.covariance.fields import need
+from moment_jax.nn.belief import joined
 from moment_jax.nn.inputs import with_batch
 from moment_jax.nn.static import Static
 from moment_jax.posterior.base import mean_params
@@ -29,8 +31,8 @@ def hold(
 ) -> None:  # fmt: skip
     """Raise a PropagationError if a program's mean without noise is not the network; once a program.
 
-    `mean` is the compiled program, a function of the model's state that returns the mean of the pass;
-    `known` are its options. With `always` also of a program that was held before.
+    `mean` is the compiled program, from the model's state to the mean of the pass; `known` are its
+    options. With `always` also of a program that was held before.
     """
     shapes = tuple((x.shape, str(x.dtype)) for x in jax.tree.leaves((state, inputs)))
     program = graph, known, jax.tree.structure(inputs), shapes
@@ -39,7 +41,7 @@ def hold(
     axes, certain = model.batch_axes, without_noise(model)
     _, state = nnx.split(certain)
     given = jax.tree.map(lambda x: x[:EXAMPLES] if axes else x, inputs)
-    plain = partial(_at_means, graph, known=known)
+    plain = partial(at_means, graph, known=known)
     output = plain(state, given)
     if np.isnan(output).any():
         _refuse_nan(certain)
@@ -116,14 +118,12 @@ def _network(model: Any) -> Any:
 def _refuse_nan(model: Any) -> None:
     """Raise if it is the weights that make the output NaN."""
     for path, x in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        if np.isnan(x[...]).any():
-            raise ValueError(
-                "A Bayesian model needs finite weights. Got NaN in "
-                f"{'/'.join(map(str, path))}, and so in the network's output."
-            )
+        came = f"NaN in {joined(path)}, and so in the network's output"
+        need("mj.Bayesian", not np.isnan(x[...]).any(), "finite weights", came)
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="known")
-def _at_means(graph: Any, state: Any, inputs: Any, *, known: Static) -> Array:
+def at_means(graph: Any, state: Any, inputs: Any, *, known: Static) -> Array:
+    """The plain network's output at the means."""
     model: Any = nnx.merge(graph, state)
     return jnp.asarray(as_function(model, known.value)(mean_params(model.beliefs), *inputs))

@@ -9,6 +9,7 @@ from jax import Array
 
 from moment_jax import objectives
 from moment_jax.covariance import Moments
+from moment_jax.covariance.fields import need
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
 from moment_jax.objectives.checks import labels_of, over_batch
 
@@ -21,13 +22,10 @@ class LogNoise(nnx.Param):
 
 def check(caller: str, likelihood: Any) -> None:
     """Raise unless it is one of `LIKELIHOODS`."""
-    if not isinstance(likelihood, LIKELIHOODS):
-        names = ", ".join(f"{kind.__name__}()" for kind in LIKELIHOODS)
-        came = repr(likelihood) if isinstance(likelihood, str | type) else type(likelihood).__name__
-        raise TypeError(
-            f"`{caller}` needs a likelihood, one of {names}. Got {came}. Give an object, after the "
-            "network, as in mj.Bayesian(network, mj.Categorical())."
-        )
+    rule = f"a likelihood, one of {', '.join(f'{kind.__name__}()' for kind in LIKELIHOODS)}"
+    came = repr(likelihood) if isinstance(likelihood, str | type) else type(likelihood).__name__
+    mend = "Give an object, after the network, as in mj.Bayesian(network, mj.Categorical())."
+    need(caller, isinstance(likelihood, LIKELIHOODS), rule, came, mend, TypeError)
 
 
 def stored(likelihood: Any) -> tuple[Any, Any]:
@@ -60,10 +58,7 @@ def expected(caller: str, likelihood: Any, y: Array, moments: Moments, axes: int
         width = mean.shape[-1] // (2 if isinstance(likelihood, HeteroscedasticGaussian) else 1)
         y = jnp.asarray(y, mean.dtype)
         y = y[..., None] if y.shape == mean.shape[:-1] and width == 1 else y
-        if y.shape != (*mean.shape[:-1], width):
-            raise ValueError(
-                f"`{caller}` needs targets of shape {(*mean.shape[:-1], width)}, the output's. Got "
-                f"{tuple(y.shape)}."
-            )
+        shape = (*mean.shape[:-1], width)
+        need(caller, y.shape == shape, f"targets of shape {shape}, the output's", tuple(y.shape))
     fits = over_batch(lambda m, c, y: fn(y, m, c), mean, known, y)
     return fits.reshape(*fits.shape[:axes], -1).sum(axis=-1).reshape(-1)

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import jax
@@ -13,7 +14,7 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 from jax.interpreters import partial_eval
 
-from moment_jax.covariance.fields import by_shapes
+from moment_jax.covariance.fields import by_shapes, need
 from moment_jax.nn.static import Static
 
 DRAWS, WRITES = "draws random numbers", "writes statistics, a cache or other state"
@@ -51,11 +52,7 @@ class Linen(nnx.Module):
 
 
 class Raveled(nnx.Module):
-    """A network whose real weights are one vector: a belief about it knows how all of them go together.
-
-    Args:
-      network: in inference mode; it is copied.
-    """
+    """A copy of a network, its real weights one vector: a belief knows how all of them go together."""
 
     def __init__(self, network: nnx.Module) -> None:
         split: Any = nnx.split(network, FLOATING, ...)
@@ -83,12 +80,7 @@ class Raveled(nnx.Module):
 
 
 class Picked(nnx.Module):
-    """A network of which one output is used; its variables stand under its own paths.
-
-    Args:
-      network: what is taken apart; its variables are shared.
-      output: picks the array out of what the network returns.
-    """
+    """A network of which `output` picks an array; its variables are shared, under its own paths."""
 
     def __init__(self, network: nnx.Module, output: Static) -> None:
         graph, state = nnx.split(network)
@@ -108,35 +100,23 @@ class Picked(nnx.Module):
 
 def as_nnx(network: Any, output: Callable[[Any], Any] | None = None) -> nnx.Module:
     """The network as an NNX module whose output is picked by `output`; raises for anything else."""
-    plain = _as_nnx(network)
-    if output is None:
-        return plain
-    if not callable(output):
-        raise TypeError(
-            f"`output` needs a function of what the network returns. Got {output!r}. Give it as "
-            "lambda out: out.logits."
-        )
-    return Picked(plain, Static(output))
-
-
-def _as_nnx(network: Any) -> nnx.Module:
-    if hasattr(type(network), "beliefs"):
-        raise TypeError("`mj.Bayesian` needs a plain network. Got a Bayesian; use its at_means().")
-    if isinstance(network, nnx.Module):
-        return network
-    if isinstance(network, linen.Module):
-        if network.scope is None:
-            raise TypeError(
-                f"`mj.Bayesian` needs a linen module bound to its variables. Got a free "
-                f"{type(network).__name__}. Use module.bind(variables)."
-            )
-        return Linen(*network.unbind())
+    check = partial(need, "mj.Bayesian", error=TypeError)
+    plain = not hasattr(type(network), "beliefs")
+    check(plain, "a plain network", "a Bayesian; use its at_means()")
+    came = type(network).__name__
+    mend = "For a function of parameters, use mj.propagate(fn)(params, x)."
     if isinstance(network, type):
         came, mend = f"the class {network.__name__}", "Give an object of it."
-    else:
-        came = type(network).__name__
-        mend = "For a function of parameters, use mj.propagate(fn)(params, x)."
-    raise TypeError(f"`mj.Bayesian` needs a Flax module. Got {came}. {mend}")
+    check(isinstance(network, nnx.Module | linen.Module), "a Flax module", came, mend)
+    if isinstance(network, linen.Module):
+        rule, mend = "a linen module bound to its variables", "Use module.bind(variables)."
+        check(network.scope is not None, rule, f"a free {came}", mend)
+        network = Linen(*network.unbind())
+    if output is None:
+        return network
+    rule, mend = "a function of what the network returns", "Give it as lambda out: out.logits."
+    need("output", callable(output), rule, repr(output), mend, TypeError)
+    return Picked(network, Static(output))
 
 
 def as_given(network: nnx.Module) -> Any:
@@ -151,12 +131,7 @@ def as_given(network: nnx.Module) -> Any:
 def inference_output(
     caller: str, network: nnx.Module, inputs: tuple[Any, ...], options: Any, *, keys: bool = True
 ) -> Any:
-    """Shape and type of `network(*inputs)`.
-
-    Raises:
-      TypeError: if it is not one array. ValueError: if it depends on random keys, or statistics are
-        written.
-    """
+    """Shape and type of `network(*inputs)`; raises unless it is one array, in inference mode."""
     # What layers report or draw is no state that the next call would need.
     stored = nnx.Not(nnx.Any(nnx.Param, nnx.RngState, nnx.Intermediate))
     split: Any = nnx.split(network, nnx.RngState, stored, ...)
@@ -198,17 +173,14 @@ def _one_array(caller: str, found: Any) -> Any:
     elif isinstance(found, Mapping):
         parts = {f"[{name!r}]": part for name, part in found.items()}
     else:
-        parts = {
-            f"[{i}]": x for i, x in enumerate(found if isinstance(found, list | tuple) else ())
-        }
+        each = found if isinstance(found, list | tuple) else ()
+        parts = {f"[{i}]": part for i, part in enumerate(each)}
     shown = {name: by_shapes(x) for name, x in parts.items() if hasattr(x, "shape")}
     came = ", ".join(f"out{name} = {array}" for name, array in shown.items()) or "no array in it"
     first = next((name for name in shown if "logits" in name), next(iter(shown), None))
     mend = "Return an array." if first is None else f"Give output=lambda out: out{first}."
-    raise TypeError(
-        f"`{caller}` needs a network that returns one array, or output= to pick it. Got "
-        f"{type(found).__name__}: {came}. {mend}"
-    )
+    rule, came = "one array, or output= to pick it", f"{type(found).__name__}: {came}"
+    raise TypeError(f"`{caller}` needs a network that returns {rule}. Got {came}. {mend}")
 
 
 def is_floating(value: Any) -> bool:

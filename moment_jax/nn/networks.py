@@ -17,26 +17,22 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
+from moment_jax.covariance.fields import need
 from moment_jax.nn.modules import Module
 
 Activation = str | Callable[[Array], Array]
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
-    "relu": jax.nn.relu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "tanh": jnp.tanh,
+    "relu": jax.nn.relu, "gelu": partial(jax.nn.gelu, approximate=False), "tanh": jnp.tanh,
     "silu": jax.nn.silu,
-}
+}  # fmt: skip
 
 
 def find_activation(activation: Activation) -> Callable[[Array], Array]:
-    """The function itself, or the one of this name; ValueError lists the names."""
+    """The function itself, or the one of this name."""
     if callable(activation):
         return activation
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"A network needs an activation, a function or one of {', '.join(ACTIVATIONS)}. Got "
-            f"{activation!r}."
-        )
+    rule = f"an activation, a function or one of {', '.join(ACTIVATIONS)}"
+    need("mj.nn", activation in ACTIVATIONS, rule, repr(activation))
     return ACTIVATIONS[activation]
 
 
@@ -45,7 +41,6 @@ class MLP(Module):
 
     Args:
       features: widths, from the input's to the output's, such as [8, 50, 1].
-      activation: between the layers.
 
     >>> model = MLP([3, 8, 2], rngs=nnx.Rngs(0))
     >>> model(jnp.ones((5, 3))).shape
@@ -55,11 +50,8 @@ class MLP(Module):
     def __init__(
         self, features: Sequence[int], *, activation: Activation = "relu", rngs: nnx.Rngs
     ) -> None:
-        if len(features) < 2:
-            raise ValueError(
-                "`MLP` needs the widths of its input and its output at least, such as [8, 50, 1]. Got "
-                f"{list(features)}."
-            )
+        rule = "the widths of its input and its output at least, such as [8, 50, 1]"
+        need("MLP", len(features) >= 2, rule, list(features))
         self.layers = nnx.List(nnx.Linear(a, b, rngs=rngs) for a, b in pairwise(features))
         self.activation = find_activation(activation)
 
@@ -71,23 +63,20 @@ class MLP(Module):
 
 
 class _Block(Module):
-    """Base of encoder and decoder blocks: attentions, then the feed-forward layer.
-
-    Every sublayer has a residual and a normalisation of its own, after it (post-norm) or before it.
-    """
+    """Attentions, then the feed-forward layer, each with a residual and a normalisation of its own."""
 
     attentions: ClassVar[tuple[str, ...]]
+    norm1: nnx.LayerNorm
+    norm2: nnx.LayerNorm
 
     def __init__(
         self, num_features: int, num_heads: int, *, hidden_features: int | None = None,
         norm_first: bool = False, activation: Activation = "relu", epsilon: float = 1e-6,
         rngs: nnx.Rngs,
     ) -> None:  # fmt: skip
-        if num_heads < 1 or num_features % num_heads:
-            raise ValueError(
-                f"`{type(self).__name__}` needs num_heads to divide num_features. Got {num_heads} and "
-                f"{num_features}."
-            )
+        right = num_heads >= 1 and num_features % num_heads == 0
+        came = f"{num_heads} and {num_features}"
+        need(type(self).__name__, right, "num_heads to divide num_features", came)
         hidden = 4 * num_features if hidden_features is None else hidden_features
         norm = partial(nnx.LayerNorm, num_features, epsilon=epsilon, use_fast_variance=False)
         for i, name in enumerate(self.attentions, 1):
@@ -113,20 +102,15 @@ class EncoderBlock(_Block):
 
     Args:
       num_features: D.
-      num_heads: H, a divisor of D.
+      num_heads: H, a divisor of D, or a ValueError is raised.
       hidden_features: width of the feed-forward layer; 4 D where None.
       norm_first: pre-norm if True, post-norm (the original's) if False.
       activation: of the feed-forward layer.
       epsilon: added to the variance in the normalisations.
-
-    Raises:
-      ValueError: if the heads do not divide the features, or the activation is unknown.
     """
 
     attentions = ("attention",)
     attention: nnx.MultiHeadAttention
-    norm1: nnx.LayerNorm
-    norm2: nnx.LayerNorm
 
     def __call__(self, x: Array, mask: Array | None = None) -> Array:
         """(..., T, D) -> (..., T, D).
@@ -141,14 +125,12 @@ class EncoderBlock(_Block):
 class DecoderBlock(_Block):
     """A Transformer decoder block: self-attention, attention to a memory, and a feed-forward layer.
 
-    Arguments and errors are those of `EncoderBlock`; the memory has D features too.
+    Arguments are those of `EncoderBlock`; the memory has D features too.
     """
 
     attentions = ("self_attention", "cross_attention")
     self_attention: nnx.MultiHeadAttention
     cross_attention: nnx.MultiHeadAttention
-    norm1: nnx.LayerNorm
-    norm2: nnx.LayerNorm
     norm3: nnx.LayerNorm
 
     def __call__(
@@ -171,15 +153,13 @@ class _Stack(Module):
         activation: Activation = "relu", epsilon: float = 1e-6, scan: bool = False,
         remat: bool = False, rngs: nnx.Rngs,
     ) -> None:  # fmt: skip
-        if num_blocks < 1:
-            raise ValueError(f"`{type(self).__name__}` needs num_blocks >= 1. Got {num_blocks}.")
-        options = {
-            "hidden_features": hidden_features, "norm_first": norm_first, "activation": activation,
-            "epsilon": epsilon,
-        }  # fmt: skip
+        need(type(self).__name__, num_blocks >= 1, "num_blocks >= 1", num_blocks)
 
         def block(rngs: nnx.Rngs) -> Any:
-            return self.block_type(num_features, num_heads, rngs=rngs, **options)
+            return self.block_type(
+                num_features, num_heads, hidden_features=hidden_features, norm_first=norm_first,
+                activation=activation, epsilon=epsilon, rngs=rngs,
+            )  # fmt: skip
 
         if scan:
             self.blocks: Any = nnx.split_rngs(splits=num_blocks)(nnx.vmap(block))(rngs)
@@ -209,17 +189,11 @@ class _Stack(Module):
 class Encoder(_Stack):
     """A stack of encoder blocks; with pre-norm, a final normalisation follows.
 
-    Args:
-      num_blocks: L.
-      num_features: D.
-      num_heads: H, a divisor of D.
-      hidden_features, norm_first, activation, epsilon: as for `EncoderBlock`.
+    Args (the others are those of `EncoderBlock`):
+      num_blocks: L, at least one.
       scan: one compiled loop over the blocks also in the plain network, whose weights are stacked.
         Beliefs about stacks are `Factorized`.
       remat: recompute each block in the backward pass instead of storing what it needs.
-
-    Raises:
-      ValueError: if there is no block; and as for `EncoderBlock`.
     """
 
     block_type = EncoderBlock
@@ -230,7 +204,7 @@ class Encoder(_Stack):
 
 
 class Decoder(_Stack):
-    """A stack of decoder blocks with one memory; arguments and errors are those of `Encoder`."""
+    """A stack of decoder blocks with one memory; arguments are those of `Encoder`."""
 
     block_type = DecoderBlock
 
@@ -244,13 +218,9 @@ class Decoder(_Stack):
 class Transformer(Module):
     """An encoder of the source and a decoder of the target, between your own embeddings and head.
 
-    Args:
-      num_features: D.
-      num_heads: H, a divisor of D.
+    Args (the others are those of `Encoder`, and the same for the decoder):
       num_encoder_blocks: blocks of the encoder.
       num_decoder_blocks: blocks of the decoder; as many as the encoder has where None.
-      options: the other keyword arguments of `Encoder`, the same for the decoder: hidden_features,
-        norm_first, activation, epsilon, scan, remat.
 
     >>> model = Transformer(4, 2, 1, hidden_features=4, rngs=nnx.Rngs(0))
     >>> model(jnp.ones((2, 5, 4)), jnp.ones((2, 3, 4)), mask=jnp.tril(jnp.ones((3, 3), bool))).shape
@@ -261,10 +231,9 @@ class Transformer(Module):
         self, num_features: int, num_heads: int, num_encoder_blocks: int,
         num_decoder_blocks: int | None = None, *, rngs: nnx.Rngs, **options: Any,
     ) -> None:  # fmt: skip
-        size, count = (num_features, num_heads), num_decoder_blocks
-        self.encoder = Encoder(num_encoder_blocks, *size, rngs=rngs, **options)
-        count = num_encoder_blocks if count is None else count
-        self.decoder = Decoder(count, *size, rngs=rngs, **options)
+        self.encoder = Encoder(num_encoder_blocks, num_features, num_heads, rngs=rngs, **options)
+        count = num_encoder_blocks if num_decoder_blocks is None else num_decoder_blocks
+        self.decoder = Decoder(count, num_features, num_heads, rngs=rngs, **options)
 
     def __call__(
         self, source: Array, target: Array, source_mask: Array | None = None,
@@ -295,12 +264,10 @@ class LearnedPositions(Module):
 
     def __call__(self, x: Array) -> Array:
         """(..., T, D) -> (..., T, D); ValueError if the sequence ends beyond the last position."""
-        if x.shape[-2] > self.table.num_embeddings:
-            raise ValueError(
-                f"`LearnedPositions` of {self.table.num_embeddings} places needs a sequence within "
-                f"them. Got {x.shape[-2]} tokens."
-            )
-        return x + self.table(jnp.arange(x.shape[-2]))
+        length, places = x.shape[-2], self.table.num_embeddings
+        rule = f"a sequence within its {places} places"
+        need("LearnedPositions", length <= places, rule, f"{length} tokens")
+        return x + self.table(jnp.arange(length))
 
 
 class TokenTransformer(Module):
@@ -309,15 +276,10 @@ class TokenTransformer(Module):
     For one-hot inputs the embedding's kernel is a table of rows. Positions begin as large as tokens:
     with Flax's customary 0.02 a small network is slow to tell positions apart.
 
-    Args:
+    Args (the others are those of `Encoder`):
       num_tokens: T, of the longest sequence.
       in_features: numbers at every token of the input.
       out_features: numbers at every token of the output.
-      num_blocks: L.
-      num_features: D.
-      num_heads: H, a divisor of D.
-      norm_first: pre-norm if True.
-      options: the other keyword arguments of `Encoder`.
     """
 
     def __init__(
@@ -327,8 +289,8 @@ class TokenTransformer(Module):
     ) -> None:  # fmt: skip
         self.embed = nnx.Linear(in_features, num_features, rngs=rngs)
         self.positions = LearnedPositions(num_tokens, num_features, scale=1.0, rngs=rngs)
-        options = {"norm_first": norm_first, **options}
-        self.encoder = Encoder(num_blocks, num_features, num_heads, rngs=rngs, **options)
+        size = num_blocks, num_features, num_heads
+        self.encoder = Encoder(*size, norm_first=norm_first, rngs=rngs, **options)
         self.head = nnx.Linear(num_features, out_features, rngs=rngs)
 
     def __call__(self, x: Array, mask: Array | None = None) -> Array:
@@ -350,31 +312,20 @@ class Patches:
     size: int
     channels: int = 1
 
-    def count(self, name: str, image_size: int) -> int:
-        """The number of tokens of a square image; ValueError unless patches divide it."""
-        if self.size < 1 or image_size < 1 or image_size % self.size:
-            raise ValueError(
-                f"`{name}` needs patch_size to divide image_size. Got {self.size} and {image_size}."
-            )
-        return (image_size // self.size) ** 2
-
     def __call__(self, images: Array) -> Array:
         """(..., height, width[, channels]) -> (..., tokens, size * size * channels)."""
-        if not hasattr(images, "ndim") or images.ndim < 2:
-            raise ValueError(
-                "Patches need images (..., height, width[, channels]) as an array. Got "
-                f"{getattr(images, 'shape', type(images).__name__)}. Use jnp.asarray(images)."
-            )
+        right, came = hasattr(images, "ndim"), getattr(images, "shape", type(images).__name__)
+        rule = "images (..., height, width[, channels]) as an array"
+        need("Patches", right and images.ndim >= 2, rule, came, "Use jnp.asarray(images).")
         if not jnp.issubdtype(images.dtype, jnp.floating):
             images = images.astype(jnp.float32)
         if self.channels == 1 and (images.ndim < 3 or images.shape[-1] != 1):
             images = images[..., None]
         *batch, height, width, channels = images.shape
-        if height % self.size or width % self.size or channels != self.channels:
-            raise ValueError(
-                f"Patches of {self.size} x {self.size} need images (..., height, width, "
-                f"{self.channels}) with sides divisible by {self.size}. Got {tuple(images.shape)}."
-            )
+        right = height % self.size == width % self.size == 0 and channels == self.channels
+        sides = f"with sides divisible by {self.size}"
+        rule = f"images (..., height, width, {self.channels}) {sides}"
+        need("Patches", right, rule, tuple(images.shape))
         rows, columns = height // self.size, width // self.size
         cut = images.reshape(*batch, rows, self.size, columns, self.size, channels)
         return jnp.moveaxis(cut, -4, -3).reshape(*batch, rows * columns, self.size**2 * channels)
@@ -383,21 +334,12 @@ class Patches:
 class VisionTransformer(Module):
     """Patches -> linear embedding + learned positions -> encoder -> mean over tokens -> linear head.
 
-    Args:
+    Args (the others are those of `Encoder`):
       image_size: height and width of the images.
-      patch_size: height and width of a patch, a divisor of image_size.
+      patch_size: height and width of a patch, a divisor of image_size, or a ValueError is raised.
       num_classes: C.
       channels: channels of the images.
-      num_features: D.
-      num_heads: H, a divisor of D.
-      num_blocks: L.
       position_scale: standard deviation of the initial positions.
-      norm_first: pre-norm if True.
-      activation: of the feed-forward layers.
-      options: the other keyword arguments of `Encoder`.
-
-    Raises:
-      ValueError: if patches do not divide the image or heads do not divide the features.
 
     >>> model = VisionTransformer(image_size=8, patch_size=2, num_classes=10, rngs=nnx.Rngs(0))
     >>> model(jnp.ones((5, 8, 8))).shape
@@ -410,23 +352,22 @@ class VisionTransformer(Module):
         activation: Activation = "gelu", position_scale: float = 0.02, rngs: nnx.Rngs,
         **options: Any,
     ) -> None:  # fmt: skip
-        self.patches = Patches(patch_size, channels)
-        num_tokens = self.patches.count("VisionTransformer", image_size)
+        right = patch_size >= 1 and image_size >= 1 and image_size % patch_size == 0
+        rule, came = "patch_size to divide image_size", f"{patch_size} and {image_size}"
+        need("VisionTransformer", right, rule, came)
+        self.patches, num_tokens = Patches(patch_size, channels), (image_size // patch_size) ** 2
         self.embed = nnx.Linear(patch_size**2 * channels, num_features, rngs=rngs)
         start = position_scale * jax.random.normal(rngs.params(), (num_tokens, num_features))
         self.position = nnx.Param(start)
-        options = {"norm_first": norm_first, "activation": activation, **options}
+        options |= {"norm_first": norm_first, "activation": activation}
         self.encoder = Encoder(num_blocks, num_features, num_heads, rngs=rngs, **options)
         self.head = nnx.Linear(num_features, num_classes, rngs=rngs)
 
     def __call__(self, images: Array) -> Array:
         """Images (..., height, width[, channels]) -> logits (..., C)."""
-        tokens = self.patches(images)
-        if tokens.shape[-2] != self.position.shape[0]:
-            size = self.patches.size * math.isqrt(self.position.shape[0])
-            raise ValueError(
-                f"This `VisionTransformer` needs images of {size} x {size} pixels. Got "
-                f"{tuple(images.shape)}. Give image_size, or resize them."
-            )
+        tokens, count = self.patches(images), self.position.shape[0]
+        size = self.patches.size * math.isqrt(count)
+        rule, mend = f"images of {size} x {size} pixels", "Give image_size, or resize them."
+        need("VisionTransformer", tokens.shape[-2] == count, rule, tuple(images.shape), mend)
         x = self.embed(tokens) + self.position[...]
         return self.head(self.encoder(x).mean(axis=-2))

@@ -1,7 +1,4 @@
-"""Compiled passes and predictions of a `mj.Bayesian`, in batches.
-
-The model's graph and the network's options are static.
-"""
+"""Compiled passes and predictions of a `mj.Bayesian`; its graph and the network's options are static."""
 
 import math
 from functools import partial
@@ -14,7 +11,8 @@ from flax import nnx
 from jax import Array
 
 from moment_jax.covariance import Diagonal, Full, Moments
-from moment_jax.nn.inputs import check_inputs, explain_batch, with_batch
+from moment_jax.covariance.fields import need
+from moment_jax.nn.inputs import check_certain, check_inputs, explain_batch, with_batch
 from moment_jax.nn.law import as_function, hold, is_held, note_unheld
 from moment_jax.nn.modules import inference_output
 from moment_jax.nn.static import Static
@@ -27,17 +25,12 @@ from moment_jax.propagation.propagator import is_random_input, plan
 from moment_jax.xla import inlined, with_automatic_axes
 
 
-def predicted(
-    model: nnx.Module, inputs: Any, options: dict[str, Any], batch_size: int, axes: int
-) -> Any:
-    """`model.likelihood(model(*inputs, **options))`, batch by batch where there are batch axes.
-
-    The last batch is filled up with its first example.
-    """
-    if not isinstance(batch_size, int | np.integer) or batch_size < 1:
-        raise ValueError(f"`predict` needs an integer batch_size >= 1. Got {batch_size}.")
+def predicted(model: Any, inputs: Any, options: dict[str, Any], batch_size: int) -> Any:
+    """`model.likelihood(model(*inputs, **options))`; the last batch repeats its first example."""
+    right = isinstance(batch_size, int | np.integer) and batch_size >= 1
+    need("predict", right, "an integer batch_size >= 1", batch_size)
     known = Static(options)
-    size = jax.tree.leaves(inputs)[0].shape[0] if axes and inputs else 0
+    size = jax.tree.leaves(inputs)[0].shape[0] if model.batch_axes and inputs else 0
     if size <= batch_size:
         return _run(model, inputs, known, predicts=True)
     parts = []
@@ -77,11 +70,8 @@ def moments_of(model: Any, inputs: tuple[Any, ...], options: Any) -> Any:
 
     fn = as_function(model, options)
     if model.linearised:
-        if any(map(is_random_input, inputs)):
-            raise ValueError(
-                "A linearised model needs certain inputs. Got the moments of a random one. Use "
-                "model.replace(linearised=False)."
-            )
+        mend = "Use model.replace(linearised=False)."
+        check_certain("mj.Bayesian(linearised=True)", inputs, mend)
         of: Any = linearise(fn, structure=Diagonal if model.structure.entrywise else Full)
     else:
         of = propagate(fn, structure=model.structure, landmarks=model.landmarks)
@@ -109,11 +99,8 @@ def explained(model: Any, inputs: Any, options: dict[str, Any]) -> Steps:
     """See `Bayesian.explain`."""
     axes = model.batch_axes
     check_inputs(inputs, axes, model.structure)
-    if model.linearised:
-        raise ValueError(
-            "`explain` lists the operations of a pass. Got a linearised model, which takes the "
-            "network as a whole. Use model.replace(linearised=False)."
-        )
+    rule, came = "a pass of operations", "a linearised model, which takes the network as a whole"
+    need("explain", not model.linearised, rule, came, "Use model.replace(linearised=False).")
     steps: Steps = Steps()
     graph, state = nnx.split(model)  # traced: no more is known than in the pass
 
@@ -142,11 +129,9 @@ def _output_shape(model: Any, inputs: tuple[Any, ...], options: Any) -> tuple[in
     network = model._network(mean_params(model.beliefs))
     # `propagate` says itself where random numbers are drawn.
     found = inference_output("mj.Bayesian", network, ones, options, keys=model.linearised)
-    if found.shape[:axes] != (1,) * axes:
-        raise ValueError(
-            "`mj.Bayesian` needs a network whose output has the batch axes of its inputs. Got "
-            f"{tuple(found.shape)} for one example."
-        )
+    rule = "a network whose output has the batch axes of its inputs"
+    came = f"{tuple(found.shape)} for one example"
+    need("mj.Bayesian", found.shape[:axes] == (1,) * axes, rule, came)
     return tuple(found.shape[axes:])
 
 

@@ -18,12 +18,9 @@ from moment_jax.covariance.fields import known_values
 class Static:
     """A value that JAX and Flax can hash: a module with its configuration, a graph, keyword arguments.
 
-    Two are equal if their values have the same types and contents, so that 1, 1.0 and True have
-    programs of their own. Arrays count by their numbers, and what has neither contents to compare nor a
-    hash, such as a configuration object of another library, counts by identity.
-
-    Args:
-      value: is not to be changed afterwards.
+    Two are equal if their values, which are not to be changed, have the same types and contents, so that
+    1, 1.0 and True have programs of their own. Arrays count by their numbers, and what has neither
+    contents to compare nor a hash, such as a configuration object of another library, by identity.
     """
 
     def __init__(self, value: Any) -> None:
