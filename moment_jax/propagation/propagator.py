@@ -53,12 +53,22 @@ class Propagator:
     related: set[tuple[Base, Base]] = dataclasses.field(default_factory=set)
 
     def find_pool(self, t: int, mask: Array | None, mutual: bool, dtype: Any) -> None:
-        """Pool what the output reads of attention to T tokens, or what its mask shows; see above."""
+        """Pool what the output reads of attention to T tokens, or what its mask shows; see above.
+
+        What is read does not count if it is even, nor under a mask if the output has several tokens:
+        these may not look at each other.
+        """
         if self.pool is not None or not self.structure.pools:
             return
-        pool = self.pool_read(t, mask)
-        if pool is not None:
-            self.pool, self.reading = pool, True
+        read = None
+        if self.reads is not None and (mask is None or math.prod(self.output.shape[:-1]) <= 1):
+            axes = range(self.reads.ndim)
+            each = [self.reads.sum(tuple(j for j in axes if j != i)) for i in axes]
+            each = [x for x in each if len(x) == t]
+            even = each[0] if each and mask is not None else None
+            read = next((x for x in each if not np.allclose(x, x[0])), even)
+        if read is not None:
+            self.pool, self.reading = pool_read(jnp.asarray(read, float), mask), True
         elif not (mutual or mask is None):
             self.pool = pool_seen(mask, jnp.zeros(t, bool)).astype(dtype)
 
@@ -66,22 +76,6 @@ class Propagator:
     def reads(self) -> np.ndarray | None:
         """How much of each entry of the last attention the output reads."""
         return reads(self.output) if isinstance(self.output, Node) else None
-
-    def pool_read(self, t: int, mask: Array | None) -> Array | None:
-        """The pool of sequences of T tokens for what the output reads of them; None if that is even.
-
-        And None under a mask if the output has several tokens, which may not look at each other.
-        """
-        several = math.prod(self.output.shape[:-1]) > 1
-        if (several and mask is not None) or self.reads is None:
-            return None
-        axes = range(self.reads.ndim)
-        each = [self.reads.sum(tuple(j for j in axes if j != i)) for i in axes]
-        each = [read for read in each if len(read) == t]
-        uneven = [read for read in each if not np.allclose(read, read[0])]
-        if not each or (mask is None and not uneven):
-            return None
-        return pool_read(jnp.asarray([*uneven, *each][0], float), mask)
 
     def moments(self, value: Value) -> Moments:
         """Moments of a node, a weight or a certain array."""
