@@ -253,21 +253,20 @@ def _shifted(propagator: Propagator, node: Node) -> Moments | None:
     pair = _pair(propagator, node)
     if pair is None:
         return None
-    x, sign = pair.x, -1 if node.op == "sub" and pair.side == 0 else 1
-    other: Any = (
-        None if pair.vector is not None else propagator.moments(pair.weight).sequence(*x.axes)
-    )
+    x, by_entry = pair.x, pair.random and pair.vector is None
+    other = propagator.moments(pair.weight).sequence(*x.axes) if by_entry else None
 
     def compute() -> tuple[Any, ...]:
         mean, cov = x.moments
-        if pair.random and pair.vector is not None:
-            cov = cov.add(cov.bias_noise(pair.vector.vector_cov()))
-        elif pair.random:
+        if other is not None:
             cov = cov.add(other.cov)
+        elif pair.random:
+            cov = cov.add(cov.bias_noise(pair.vector.vector_cov()))
         if node.op == "sub" and pair.side == 1:
             one = jnp.ones((1, mean.shape[1]), mean.dtype)
             return pair.mean - mean, cov, lambda cross: cross.rescale(-one)
-        return mean + pair.mean if sign == 1 else mean - pair.mean, cov, arrays.as_it_is
+        out = mean - pair.mean if node.op == "sub" else mean + pair.mean
+        return out, cov, arrays.as_it_is
 
     if node.op != "sub" or pair.side == 0:
         propagator.note(node, *(("bias", "independent") if pair.random else ("shift",)))
@@ -300,8 +299,6 @@ def projection(propagator: Propagator, node: Any) -> Projection | None:
     inner = partial(projection, propagator)
 
     def read(n: Node) -> Projection | None:
-        if primitives.is_view(n):
-            return None
         if n.op == "dot_general":
             return read_dense(propagator, n)
         found = _with_bias(n, inner) if n.op == "add" else None

@@ -26,7 +26,7 @@ from moment_jax.propagation import arrays, primitives, regions
 from moment_jax.propagation.arrays import InWeights, Places
 from moment_jax.propagation.elementwise import recognised
 from moment_jax.propagation.errors import LINEARISE, refuse
-from moment_jax.propagation.graph import Node, is_random
+from moment_jax.propagation.graph import Node, between, is_random
 from moment_jax.propagation.paths import Choice, Entries, Factors, Path, is_product, merged
 from moment_jax.propagation.propagator import Propagator
 
@@ -303,13 +303,8 @@ def _masked(node: Node) -> tuple[Node, Any, bool] | None:
 def _without_shift(node: Node, axis: int) -> Node:
     """The array without what is subtracted from whole rows, such as their maximum."""
     while node.op == "sub" and len(node.nodes) == 2:
-        row = node.nodes[1]
-        places = np.broadcast_to(arrays.numbered(row.shape), node.shape)
-        while primitives.is_view(row) and isinstance(row.operands[0], Node):
-            moved = primitives.moved(row, arrays.numbered(row.operands[0].shape), row.operands[1:])
-            if moved is None:
-                break
-            row, places = row.operands[0], moved[row.output].ravel()[places]
+        _, places = regions.viewed(node.nodes[1])
+        places = np.broadcast_to(places, node.shape)
         if (places != places.take([0], axis)).any():
             break
         node = _same(node.nodes[0])
@@ -341,12 +336,6 @@ def _cap(path: Path) -> tuple[Path, Path, Formula] | str:
 
 def _products(node: Node, *, through_exp: bool = True) -> list[Node]:
     """The products of which an array is made row by row; with an exponential somewhere above."""
-    seen: set[Node] = set()
-    stack = [node]
-    while stack:
-        n = stack.pop()
-        if n not in seen:
-            seen.add(n)
-            stack += n.nodes if n.op in regions.BY_ROW else []
+    seen = between(node, [], lambda n: n.nodes if n.op in regions.BY_ROW else [])
     found = [n for n in seen if is_product(n)]
     return found if not through_exp or any(n.op in ("exp", "exp2") for n in seen) else []
