@@ -122,9 +122,8 @@ def _moments(
     mask, x, source = core.rows.mask, query.x, key.x
     own, t = x.same(source), len(x.order)
     # Nothing is hidden by order where each looks at whom it is seen by, as in a batch of sequences.
-    mutual = (
-        primitives.is_known(mask) and mask.ndim == 2 and np.array_equal(mask, np.transpose(mask))
-    )
+    one_mask = primitives.is_known(mask) and mask.ndim == 2
+    mutual = one_mask and np.array_equal(mask, np.transpose(mask))
     if own:
         propagator.find_pool(t, mask, mutual, x.dtype)
     layers: Any = [part.params(c) for part, c in zip(core.parts, core.columns, strict=True)]
@@ -163,10 +162,8 @@ def _moments(
             assumed += ", though x has attended to it before"
         elif overlap(weights_in(query.source), weights_in(key.source)):
             assumed += ", though both are looked up in one table"
-        for part in (key, value):
-            part.product.apart |= {
-                i for i, y in enumerate(part.product.operands) if isinstance(y, Node)
-            }
+        for dense in (key.product, value.product):
+            dense.apart |= {i for i, y in enumerate(dense.operands) if isinstance(y, Node)}
     for at, i in core.scores.apart:
         at.apart.add(i)
     if core.scores.apart:
@@ -327,9 +324,8 @@ def _layout(node: Node, side: int, scores: Scores, parts: list[Any]) -> Core | N
     both = [p.decoded(*f) for p, f in zip(parts, arrays.factors(scores.product), strict=False)]
     batch, *rows = np.unravel_index(at, (*both[0][0].shape[:2], both[1][0].shape[1]))
     # The token and the columns of the left and of the right factor of each score.
-    tokens, columns = zip(
-        *((t[batch, i, 0], c[batch, i]) for (t, c), i in zip(both, rows, strict=True)), strict=True
-    )
+    found = ((t[batch, i, 0], c[batch, i]) for (t, c), i in zip(both, rows, strict=True))
+    tokens, columns = zip(*found, strict=True)
     left, right = tokens
     swapped = bool((left != left[..., :1]).any())
     if swapped or (left.shape[-1] == 1 and left.max() > right.max()):  # keys on the left

@@ -80,9 +80,8 @@ def first_off(bound: float, plan: Callable[..., Any], params: Any, inputs: Any) 
         planned = sorted(propagator.planned.items(), key=lambda pair: pair[0].index)
         known: dict[Any, Any] = {n: m.array() for n, m in planned if n.op in ("given", "loop")}
         nodes.extend(n for n, _ in planned)
-        return list(
-            zip((m.array() for _, m in planned), regions.compute(nodes, known), strict=True)
-        )
+        means = [m.array() for _, m in planned]
+        return list(zip(means, regions.compute(nodes, known), strict=True))
 
     nodes: list[Node] = []
     pairs = zip(jax.jit(operations)(params, inputs), list(nodes), strict=False)

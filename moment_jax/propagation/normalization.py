@@ -141,7 +141,7 @@ def _normalized(
 
 
 def _reduced_sources(node: Node) -> Iterator[tuple[Node, Axes]]:
-    """Dominators of the same shape, or reduced to it, with the axes that are reduced in between."""
+    """Sources of the same shape, or reduced to it, with the axes that are reduced in between."""
     if node.op not in ("mul", "div", "sub", "add", "exp", "log"):
         return
     reduced: list[Node] = []
@@ -177,9 +177,6 @@ def recognised_rows(
         return None
     close, far = max(1e3 * float(jnp.finfo(dtype).eps), 1e-5), 1e3
 
-    def average(x: np.ndarray) -> np.ndarray:
-        return x.mean(-1, keepdims=True)
-
     # Different rows at once, of many sizes; a quarter have an offset, and two are of one sign.
     sizes = np.repeat(np.geomspace(1 / far, far, 7), 4)
     sizes = np.resize(sizes, -(-len(sizes) // shape[0]) * shape[0])
@@ -205,15 +202,17 @@ def recognised_rows(
             matrix = np.stack([fn(np.broadcast_to(row, shape))[0] for row in unit])
             return matrix if like(x @ matrix, size * np.abs(matrix).max()) else None
     if consists(regions.SOFTMAX):
-        highest = x.max(1, keepdims=True)
-        total = highest + np.log(np.exp(x - highest).sum(1, keepdims=True))
-        log = {"log_softmax": x - total, "logsumexp": total}
-        if like(np.exp(x - total), 1):
-            return "softmax"
-        return next((name for name, z in log.items() if like(z, 1 + size)), None)
+        total = np.logaddexp.reduce(x, axis=1, keepdims=True)
+        log, large = x - total, 1 + size
+        kinds = {
+            "softmax": (np.exp(log), 1),
+            "log_softmax": (log, large),
+            "logsumexp": (total, large),
+        }
+        return next((kind for kind, expected in kinds.items() if like(*expected)), None)
     for centres in (True, False):
-        inner = x - average(x) if centres else x
-        power = average(inner**2)
+        inner = x - x.mean(-1, keepdims=True) if centres else x
+        power = (inner**2).mean(-1, keepdims=True)
         if y.shape != x.shape or not power.all():
             continue
         z = (inner / np.sqrt(power))[: shape[0]]
@@ -265,11 +264,8 @@ def _logarithm(mean: Array, cov: Any, *, summed: bool) -> tuple[Array, Any, Arra
     total, weights, rest = jax.vmap(_of_row)(mean, cov.token_blocks())
     root = safe_sqrt(jnp.maximum(rest, 0))
     bent = root[:, None] * correlation_of(cov.token_gram()) ** 2 * root[None]
-    rest, out, slope = (
-        type(cov).project(bent[:, None, :, None]),
-        total[:, None],
-        weights[:, :, None],
-    )
+    rest = type(cov).project(bent[:, None, :, None])
+    out, slope = total[:, None], weights[:, :, None]
     if not summed:
         c = mean.shape[1]
         rest = rest.map_features(jnp.ones((1, c), mean.dtype))

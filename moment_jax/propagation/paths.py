@@ -88,9 +88,8 @@ class Path:
         if node.op == "concatenate" and len(inner) == len(operands):
             axis, paths = node.params["dimension"], []
             ends = np.cumsum([x.shape[axis] for x in inner])[:-1]
-            for x, part in zip(
-                inner, np.split(arrays.numbered(node.shape), ends, axis), strict=True
-            ):
+            parts = np.split(arrays.numbered(node.shape), ends, axis)
+            for x, part in zip(inner, parts, strict=True):
                 shown = np.full(node.size, -1)
                 shown[part] = arrays.numbered(x.shape)
                 paths.append(self._to(x, shown))

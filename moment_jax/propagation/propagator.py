@@ -18,7 +18,7 @@ from moment_jax.posterior import Factorized, Posterior
 from moment_jax.posterior.base import mean_params
 from moment_jax.propagation import arrays, errors, graph, law, primitives
 from moment_jax.propagation.arrays import Axes, Base, Moments, Places, Same, Sequence
-from moment_jax.propagation.errors import LINEARISE, PropagationError, Step, Steps, shapes
+from moment_jax.propagation.errors import PropagationError, Step, Steps, shapes
 from moment_jax.propagation.graph import GIVEN, Node, Value
 from moment_jax.propagation.recorder import Recorder
 from moment_jax.propagation.regions import reads
@@ -92,17 +92,13 @@ class Propagator:
         return self.planned[value]
 
     def given(
-        self,
-        moments: Moments,
-        dtype: Any,
-        weights: Iterable[Weight],
-        attended: Iterable[Weight] = (),
+        self, moments: Moments, dtype: Any, weights: Iterable[Weight], apart: Iterable[Weight] = ()
     ) -> Node:
         """An array of known moments that depends on these weights: an input, or what a loop carries.
 
-        `attended` are the weights on which it depends through attention to a memory alone.
+        On those `apart` it depends through attention to a memory alone.
         """
-        memory = Node(GIVEN, {}, tuple(attended), (), dtype, ())
+        memory = Node(GIVEN, {}, tuple(apart), (), dtype, ())
         edge = Node(GIVEN, {}, (memory,), (), dtype, (), apart={0})
         operands = (*weights, edge) if memory.weights else tuple(weights)
         moments.base.node = node = Node(GIVEN, {}, operands, moments.shape, dtype, ())
@@ -116,11 +112,9 @@ class Propagator:
             x = graph.as_floating(array)
             tokens = tuple(i for i in range(x.ndim) if i not in features)
             mean = arrays.as_rows(x, tokens, features)
-
-            def compute() -> tuple[Array, Any]:
-                return mean, self.structure.zeros(mean.shape, mean.dtype, self.landmarks)
-
-            found = arrays.made(compute, mean.shape, arrays.ordered(x.shape, tokens, features))
+            zeros = functools.partial(self.structure.zeros, mean.shape, mean.dtype, self.landmarks)
+            places = arrays.ordered(x.shape, tokens, features)
+            found = arrays.made(lambda: (mean, zeros()), mean.shape, places)
             found.base.finish = self.finished
             self.known[key] = found
         return self.known[key]
@@ -142,9 +136,8 @@ class Propagator:
 
     def note(self, node: Node, rule: str, assumes: str = "") -> None:
         """Add an operation to the receipt."""
-        self.steps[node] = Step(
-            node.op, rule, assumes, errors.where(node.source), tuple(node.shape)
-        )
+        line = errors.where(node.source)
+        self.steps[node] = Step(node.op, rule, assumes, line, tuple(node.shape))
 
     def _resolved(self, node: Node) -> Moments:
         for rule in (*_REGISTERED[node.op], *PATTERNS, *RULES[node.op]):
@@ -155,14 +148,9 @@ class Propagator:
                     found.base.node, found.base.finish = node, self.finished
                 return found
         what = f"`{node.op}` of random {shapes(node.operands)}"
-        fix = f"No rule or pattern covers it. {errors.register(node)}"
         if not graph.independent(*node.operands):
             what += ", which have a random array in common"
-            if node.tied:
-                what += ": a weight on which another of them depends"
-                fix = (
-                    f"A layer that is called twice? Give each call its own weights, or {LINEARISE}."
-                )
+        fix = f"No rule or pattern covers it. {errors.register(node)}"
         raise errors.refuse(what, node.source, fix)
 
 
@@ -349,10 +337,6 @@ def plan(
     fn: Any, params: Any, inputs: Any, structure: type[Covariance], landmarks: int | None
 ) -> tuple[Sequence, Propagator]:
     """The output of `propagate(fn)` with nothing computed, and what was planned on the way."""
-
-    def is_belief(leaf: Any) -> bool:
-        return isinstance(leaf, Posterior)
-
     at = mean_params(params)
     means = jax.tree.map(
         lambda x: x[0] if is_random_input(x) else x, inputs, is_leaf=is_random_input
@@ -362,7 +346,7 @@ def plan(
     except Exception as error:
         errors.explain_call("propagate", functools.partial(fn, at), means, error)
         raise
-    leaves = jax.tree.leaves(params, is_leaf=is_belief)
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Posterior))
     leaves += jax.tree.leaves(inputs, is_leaf=is_random_input)
     if len(traced.jaxpr.outvars) != 1:
         raise TypeError(
@@ -374,7 +358,7 @@ def plan(
         propagator = Propagator(structure, landmarks)
 
         def argument(x: Any) -> Value:
-            if is_belief(x):
+            if isinstance(x, Posterior):
                 return Weight.of(x)
             return _random(propagator, *x) if is_random_input(x) else jnp.asarray(x)
 
