@@ -326,7 +326,8 @@ def _with_bias(node: Node, inner: Reader) -> Projection | None:
         if (entries[columns] != shown).any() or (entries < 0).any():
             return None
         bias = select(weight.posterior, entries, repeats=True)
-        return replace(found, layer=DenseParams(found.layer.kernel, bias))
+        layer = DenseParams(found.layer.kernel, bias)
+        return None if bias is None else replace(found, layer=layer)
     return None
 
 
