@@ -192,11 +192,9 @@ class Sequence:
         """Whether both are one array."""
         return self.base is other.base and np.array_equal(self.order, other.order)
 
-    def made(self, compute: Compute, shape: Any, width: int | None = None) -> Moments:
+    def made(self, compute: Compute, shape: Any) -> Moments:
         """An array of this shape, with the same axes, made of this one alone."""
-        t, d = self.shape
-        base = Base((t, width or d), compute, (self,))
-        return Moments(base, ordered(shape, *self.axes))
+        return made(compute, self.shape, ordered(shape, *self.axes), self)
 
     def arranged(self, cross: Any) -> Any:
         """Cov[u, this sequence], given Cov[u, base]; None where the structure cannot hold it."""

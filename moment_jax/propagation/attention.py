@@ -122,9 +122,8 @@ def _moments(
     mask, x, source = core.rows.mask, query.x, key.x
     own, t = x.same(source), len(x.order)
     # Nothing is hidden by order where each looks at whom it is seen by, as in a batch of sequences.
-    mutual = (
-        primitives.is_known(mask) and mask.ndim == 2 and np.array_equal(mask, np.transpose(mask))
-    )
+    one_mask = primitives.is_known(mask) and mask.ndim == 2
+    mutual = one_mask and np.array_equal(mask, np.transpose(mask))
     if own:
         propagator.find_pool(t, mask, mutual, x.dtype)
     layers: Any = [part.params(c) for part, c in zip(core.parts, core.columns, strict=True)]
@@ -163,10 +162,8 @@ def _moments(
             assumed += ", though x has attended to it before"
         elif overlap(weights_in(query.source), weights_in(key.source)):
             assumed += ", though both are looked up in one table"
-        for part in (key, value):
-            part.product.apart |= {
-                i for i, y in enumerate(part.product.operands) if isinstance(y, Node)
-            }
+        for dense in (key.product, value.product):
+            dense.apart |= {i for i, y in enumerate(dense.operands) if isinstance(y, Node)}
     for at, i in core.scores.apart:
         at.apart.add(i)
     if core.scores.apart:
@@ -198,10 +195,12 @@ def _core(propagator: Propagator, node: Node) -> Core | None:
             what = "attention with a random bias or factor, of weights that its inputs use"
             raise refuse(what, weights.source, f"Give it weights of its own, or {LINEARISE}.")
         parts = [projection(propagator, x) for x in nodes]
-        layout = None
+        layout, of_layers = None, False
         if None not in parts and _each_used_once(nodes, parts):
             layout = _layout(node, side, scores, parts)
-        of_layers = layout is not None and _of_one_array(propagator, layout)
+        if layout is not None:  # heads may share columns where entries are independent anyway
+            apart = propagator.structure.entrywise or not layout.shares_columns
+            of_layers = apart and layout.parts[1].x.same(layout.parts[2].x)
         if not of_layers:
             axes = *arrays.factors(scores.product), arrays.factors(node)[1 - side]
             features = [(*a.batch, *a.contracted) for a in axes[:2]]
@@ -231,27 +230,10 @@ def _scaled(core: Core) -> Core:
     return replace(core, parts=parts, scores=replace(core.scores, scale=()))
 
 
-def _of_one_array(propagator: Propagator, core: Core) -> bool:
-    """Whether keys and values are layers of one array, and heads share no columns of any layer.
-
-    In `Diagonal` they may, for its entries are independent anyway.
-    """
-    _, key, value = core.parts
-    shared = core.shares_columns and not propagator.structure.entrywise
-    return key.x.same(value.x) and not shared
-
-
 def _as_it_is(propagator: Propagator, value: Any, features: Axes) -> Projection:
     """Any array as a layer of itself, rotated if it is; a certain one has these features."""
-
-    def rotation(n: Node) -> Projection | None:
-        return (
-            None
-            if primitives.is_view(n)
-            else rotated(propagator, n, partial(identity, propagator, features=features))
-        )
-
-    found = regions.through_views(value, rotation)
+    itself = partial(identity, propagator, features=features)
+    found = regions.through_views(value, lambda n: rotated(propagator, n, itself))
     return identity(propagator, value, features) if found is None else found
 
 
@@ -277,11 +259,10 @@ def _side_by_side(propagator: Propagator, node: Node, core: Core) -> Core:
     if queries != keys:  # further queries and keys, at which nobody looks
         beyond = (0, 0), (0, count - queries), (0, count - keys)
         core = replace(core, table=np.pad(core.table, beyond, constant_values=-1))
-        rotations = [part.rotation for part in parts]
-        rotations = [
-            r if r is None else jnp.pad(r, ((0, count - len(r)), (0, 0), (0, 0))) for r in rotations
-        ]
-        parts = [replace(part, rotation=r) for part, r in zip(parts, rotations, strict=True)]
+        for i, r in enumerate(part.rotation for part in parts):
+            if r is not None:
+                r = jnp.pad(r, ((0, count - len(r)), (0, 0), (0, 0)))
+                parts[i] = replace(parts[i], rotation=r)
     return replace(core, parts=tuple(parts), columns=columns, rows=core.scores.seen(core.table))
 
 
@@ -289,9 +270,9 @@ def _each_used_once(nodes: tuple[Node, ...], parts: list[Any]) -> bool:
     """Whether queries, keys and values use no weight twice, nor one on which x depends."""
     before = [weights_in(part.source) for part in parts]
     starts = [part.source if isinstance(part.source, Node) else None for part in parts]
-    after = [regions.weights_of(n, [start]) for n, start in zip(nodes, starts, strict=True)]
-    inside = (regions.between(n, [start]) for n, start in zip(nodes, starts, strict=True))
-    if any(n.tied for group in inside for n in group):
+    ways = list(zip(nodes, ([start] for start in starts), strict=True))
+    after = [regions.weights_of(*way) for way in ways]
+    if any(n.tied for way in ways for n in regions.between(*way)):
         return False
     if any(overlap(a, b) for a in after for b in before):
         return False
@@ -321,11 +302,9 @@ def _in(weight: Weight, tables: list[Weight]) -> bool:
 def _tables(node: Node) -> list[Weight]:
     """The tables from which an array looks up its rows, and that it uses for nothing else."""
     inside = regions.between(node, [])
-    found = [
-        n.operands[0] for n in inside if n.op == "gather" and isinstance(n.operands[0], Weight)
-    ]
-    others = [x for n in inside if n.op != "gather" for x in n.operands if isinstance(x, Weight)]
-    return [w for w in found if not overlap([w], others)]
+    used = [(x, n.op) for n in inside for x in n.operands if isinstance(x, Weight)]
+    others = [w for w, op in used if op != "gather"]
+    return [w for w, op in used if op == "gather" and not overlap([w], others)]
 
 
 def _layout(node: Node, side: int, scores: Scores, parts: list[Any]) -> Core | None:
@@ -345,9 +324,8 @@ def _layout(node: Node, side: int, scores: Scores, parts: list[Any]) -> Core | N
     both = [p.decoded(*f) for p, f in zip(parts, arrays.factors(scores.product), strict=False)]
     batch, *rows = np.unravel_index(at, (*both[0][0].shape[:2], both[1][0].shape[1]))
     # The token and the columns of the left and of the right factor of each score.
-    tokens, columns = zip(
-        *((t[batch, i, 0], c[batch, i]) for (t, c), i in zip(both, rows, strict=True)), strict=True
-    )
+    found = ((t[batch, i, 0], c[batch, i]) for (t, c), i in zip(both, rows, strict=True))
+    tokens, columns = zip(*found, strict=True)
     left, right = tokens
     swapped = bool((left != left[..., :1]).any())
     if swapped or (left.shape[-1] == 1 and left.max() > right.max()):  # keys on the left

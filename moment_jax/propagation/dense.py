@@ -13,7 +13,7 @@ from jax import Array
 from moment_jax.layers.dense import dense
 from moment_jax.layers.ends import embedding
 from moment_jax.layers.params import DenseParams
-from moment_jax.posterior import Factorized, FullNormal, Point
+from moment_jax.posterior import Factorized, FullNormal, Point, Posterior
 from moment_jax.propagation import arrays, primitives, regions
 from moment_jax.propagation.arrays import Axes, Carry, Moments, Places, Sequence
 from moment_jax.propagation.graph import Node, as_weight, independent, is_random
@@ -55,23 +55,13 @@ class Projection(arrays.View):
         return replace(self, layer=DenseParams(rescaled(kernel, number), bias))
 
 
-class _Reading(NamedTuple):
-    """A product read as that of an array and a weight, and their axes."""
-
-    side: int  # of the array
-    value: Any
-    weight: Weight
-    own: arrays.Factor
-    other: arrays.Factor
-
-
-def readings(node: Node) -> Iterator[_Reading]:
-    """A product as that of an array and a weight, from either side."""
+def readings(node: Node) -> Iterator[tuple[int, Any, Weight, arrays.Factor, arrays.Factor]]:
+    """A product as that of an array, on this side of it, and a weight, and the axes of both."""
     axes = arrays.factors(node)
     for side in (0, 1):
         value, weight = node.operands[side], as_weight(node.operands[1 - side])
         if weight is not None and not isinstance(value, Weight):
-            yield _Reading(side, value, weight, axes[side], axes[1 - side])
+            yield side, value, weight, axes[side], axes[1 - side]
 
 
 def read_dense(
@@ -162,33 +152,32 @@ def _over_tokens(propagator: Propagator, node: Node) -> Moments | None:
             return None
         features = (*heads, *(i for i in features if i not in heads))
         x = m.sequence((*rest, *own.contracted), features)
-
-        def compute(
-            x: Sequence = x, kernel: Any = kernel, shape: Any = places.shape, known: bool = known,
-            count: int = count,
-        ) -> tuple[Any, ...]:  # fmt: skip
-            weights = kernel.mean.reshape(shape)
-            if count > 1:
-                weights = jnp.kron(jnp.eye(count, dtype=weights.dtype)[None], weights)
-            mean, cov, carry = _mixed(x, weights.swapaxes(1, 2))
-            return mean, cov if known else cov.add(x.cov.token_noise(x.mean, kernel)), carry
-
         # The result has the axes of the batch, of the value and of the kernel, in this order.
         sizes = *(m.shape[i] for i in rest), places.shape[2], *(m.shape[i] for i in features)
         axes = (*rest, -1, *features)
         entries = arrays.numbered(sizes).transpose([axes.index(i) for i in (*heads, *own.free, -1)])
         propagator.note(node, "tokens mixed", "" if known else "input and kernel independent")
         shape = count * places.shape[2], x.shape[1]
+        compute = partial(_mixed, x, kernel, places.shape, count)
         return arrays.made(compute, shape, arrays.in_product(node, side, entries), x)
     return None
 
 
-def _mixed(x: Sequence, weights: Array) -> tuple[Array, Any, Carry]:
-    """Moments of weights_h @ x_h, weights (H, U, T), for each of H groups of features."""
+def _mixed(x: Sequence, kernel: Posterior, shape: Any, count: int) -> tuple[Array, Any, Carry]:
+    """Moments of W_h^T x_h for each of H groups of features, W of this shape, (H, T, U).
+
+    Each of `count` parts of the tokens is mixed alike.
+    """
+    weights = kernel.mean.reshape(shape)
+    if count > 1:
+        weights = jnp.kron(jnp.eye(count, dtype=weights.dtype)[None], weights)
+    weights = weights.swapaxes(1, 2)
     if len(weights) == 1:
         mapping = weights[0]
-        cov = x.cov.map_tokens(mapping)
-        return mapping @ x.mean, cov, lambda cross: cross.map_tokens(mapping)
+        cov, mean = x.cov.map_tokens(mapping), mapping @ x.mean
+        if not isinstance(kernel, Point):
+            cov = cov.add(x.cov.token_noise(x.mean, kernel))
+        return mean, cov, lambda cross: cross.map_tokens(mapping)
     groups = x.mean.reshape(len(x.mean), len(weights), -1)
     mean = jnp.einsum("hut,thk->uhk", weights, groups).reshape(-1, x.mean.shape[1])
     return mean, x.cov.map_heads(weights), lambda cross: cross.map_heads(weights)
@@ -253,21 +242,20 @@ def _shifted(propagator: Propagator, node: Node) -> Moments | None:
     pair = _pair(propagator, node)
     if pair is None:
         return None
-    x, sign = pair.x, -1 if node.op == "sub" and pair.side == 0 else 1
-    other: Any = (
-        None if pair.vector is not None else propagator.moments(pair.weight).sequence(*x.axes)
-    )
+    x, by_entry = pair.x, pair.random and pair.vector is None
+    other = propagator.moments(pair.weight).sequence(*x.axes) if by_entry else None
 
     def compute() -> tuple[Any, ...]:
         mean, cov = x.moments
-        if pair.random and pair.vector is not None:
-            cov = cov.add(cov.bias_noise(pair.vector.vector_cov()))
-        elif pair.random:
+        if other is not None:
             cov = cov.add(other.cov)
+        elif pair.random:
+            cov = cov.add(cov.bias_noise(pair.vector.vector_cov()))
         if node.op == "sub" and pair.side == 1:
             one = jnp.ones((1, mean.shape[1]), mean.dtype)
             return pair.mean - mean, cov, lambda cross: cross.rescale(-one)
-        return mean + pair.mean if sign == 1 else mean - pair.mean, cov, arrays.as_it_is
+        out = mean - pair.mean if node.op == "sub" else mean + pair.mean
+        return out, cov, arrays.as_it_is
 
     if node.op != "sub" or pair.side == 0:
         propagator.note(node, *(("bias", "independent") if pair.random else ("shift",)))
@@ -300,8 +288,6 @@ def projection(propagator: Propagator, node: Any) -> Projection | None:
     inner = partial(projection, propagator)
 
     def read(n: Node) -> Projection | None:
-        if primitives.is_view(n):
-            return None
         if n.op == "dot_general":
             return read_dense(propagator, n)
         found = _with_bias(n, inner) if n.op == "add" else None
@@ -340,7 +326,8 @@ def _with_bias(node: Node, inner: Reader) -> Projection | None:
         if (entries[columns] != shown).any() or (entries < 0).any():
             return None
         bias = select(weight.posterior, entries, repeats=True)
-        return replace(found, layer=DenseParams(found.layer.kernel, bias))
+        layer = DenseParams(found.layer.kernel, bias)
+        return None if bias is None else replace(found, layer=layer)
     return None
 
 

@@ -1,6 +1,5 @@
 """Elementwise functions of one random array, and the feed-forward layer around them."""
 
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ from moment_jax.expectations import recognition
 from moment_jax.expectations.quadrature import at
 from moment_jax.layers.params import DenseParams, FeedForwardParams
 from moment_jax.layers.rules import rules_of
-from moment_jax.propagation.arrays import Base, Moments, made, numbered
+from moment_jax.propagation.arrays import Base, Moments, Sequence, made, numbered
 from moment_jax.propagation.dense import projection, read_dense
 from moment_jax.propagation.errors import refuse, register
 from moment_jax.propagation.graph import Node, independent
@@ -74,7 +73,7 @@ def _feed_forward(propagator: Propagator, node: Node) -> Moments | None:
         if len(x.order) == 1:  # no tokens that share noise: layer by layer is nearer
             continue
         shape = len(x.order), width
-        layout = Moments(Base(shape, _unknown), np.asarray(hidden.places))
+        layout = Moments(Base(shape, tuple), hidden.places)  # no numbers are asked for
         output = read_dense(propagator, node, layout)
         apart = independent(*node.operands) and independent(*hidden.product.operands)
         if output is None or not output.x.same(layout.base.at(numbered(shape))) or not apart:
@@ -84,16 +83,11 @@ def _feed_forward(propagator: Propagator, node: Node) -> Moments | None:
         name, transform, _ = recognised(found, value)
         if name == "linear":
             continue
-        params = FeedForwardParams(hidden.layer, DenseParams(output.layer.kernel))
-        compute = functools.partial(_computed, rule, x, params, transform)
+        last = FeedForwardParams(hidden.layer, DenseParams(output.layer.kernel)), transform
+
+        def compute(x: Sequence = x, last: Any = last) -> Any:
+            return rule(x.mean, x.cov, *last)
+
         propagator.note(node, f"feed_forward ({name})", "input and kernels independent")
         return made(compute, x.shape, output.places, x)
     return None
-
-
-def _computed(rule: Any, x: Any, params: Any, transform: Any) -> Any:
-    return rule(x.mean, x.cov, params, transform)
-
-
-def _unknown() -> Any:
-    raise AssertionError("a layout has no numbers")

@@ -100,14 +100,11 @@ def explain_call(
         return fn(*inputs)
 
     rule = f"`{name}(fn)` calls fn with the inputs as they are"
-    lacks = (
-        with_axes(inputs, 1),
-        "this fn needs a batch axis before theirs",
-        "For one input, use x[None].",
-    )
+    lacks = "this fn needs a batch axis before theirs", "For one input, use x[None]."
     mend = f"Use jax.vmap(mj.{name}(fn), (None, 0))(params, x)."
-    adds = inputs, "this fn takes one entry of their first axis", mend
-    explain(rule, inputs, error, (one, *lacks), (jax.vmap(one), *adds))
+    adds = "this fn takes one entry of their first axis", mend
+    ways = (one, with_axes(inputs, 1), *lacks), (jax.vmap(one), inputs, *adds)
+    explain(rule, inputs, error, *ways)
 
 
 class Step(NamedTuple):
@@ -129,8 +126,5 @@ class Steps(list[Step]):
         rows = [("rule", "shape", "assumes", "where")]
         rows += [(x.rule, "x".join(map(str, x.shape)), x.assumes, x.where) for x in self]
         wide = [max(len(row[i]) for row in rows) for i in range(3)]
-        table = [
-            "  ".join((*(x.ljust(n) for x, n in zip(row, wide, strict=False)), row[3])).rstrip()
-            for row in rows
-        ]
+        table = ["  ".join((*map(str.ljust, row, wide), row[3])).rstrip() for row in rows]
         return "\n".join([*table, self.law] if self.law else table)

@@ -44,9 +44,6 @@ class Node:
         pairs = itertools.combinations(zip(found, own, strict=True), 2)
         self.tied = any((a or b) and overlap(x, y) for (x, a), (y, b) in pairs)
 
-    def __repr__(self) -> str:
-        return f"Node({self.op} {self.shape})"
-
     @property
     def op(self) -> str:
         """Name of the primitive."""

@@ -329,8 +329,7 @@ def _assembled(propagator: Propagator, node: Node) -> Moments | None:
         certain = (arrays.take(m.base.numbers[0], places) for m, places in known)
         return mean + sum(arrays.as_rows(x, tokens, features) for x in certain)
 
-    total, _ = combined(
-        propagator, node, [m.sequence(tokens, features) for m in found], means=means
-    )
+    sequences = [m.sequence(tokens, features) for m in found]
+    total, _ = combined(propagator, node, sequences, means=means)
     propagator.note(node, node.op)
     return Moments(total, arrays.ordered(node.shape, tokens, features))

@@ -1,5 +1,6 @@
 """The first law: with all variances at zero a pass is the network."""
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moment_jax.posterior import Factorized, Posterior
-from moment_jax.posterior.base import mean_params
+from moment_jax.posterior.base import is_belief, mean_params
 from moment_jax.propagation import regions
 from moment_jax.propagation.errors import PropagationError, where
 from moment_jax.propagation.graph import Node
@@ -80,9 +80,8 @@ def first_off(bound: float, plan: Callable[..., Any], params: Any, inputs: Any) 
         planned = sorted(propagator.planned.items(), key=lambda pair: pair[0].index)
         known: dict[Any, Any] = {n: m.array() for n, m in planned if n.op in ("given", "loop")}
         nodes.extend(n for n, _ in planned)
-        return list(
-            zip((m.array() for _, m in planned), regions.compute(nodes, known), strict=True)
-        )
+        means = [m.array() for _, m in planned]
+        return list(zip(means, regions.compute(nodes, known), strict=True))
 
     nodes: list[Node] = []
     pairs = zip(jax.jit(operations)(params, inputs), list(nodes), strict=False)
@@ -97,11 +96,13 @@ def hold_function(
 ) -> None:
     """Hold `propagate(fn)` at these parameters to `fn`; see `first_off`."""
 
-    def certain(x: Any) -> Any:
-        return Factorized(x.mean, jnp.zeros_like(x.mean)) if isinstance(x, Posterior) else x
+    def certain(x: Any) -> Any:  # of the same family, which rules tell apart
+        spread = (name for name in ("variance", "cov") if hasattr(x, name))
+        none = {name: jnp.zeros_like(getattr(x, name)) for name in spread}
+        return dataclasses.replace(x, **none) if is_belief(x) else x
 
     at = mean_params(params)
-    params = jax.tree.map(certain, params, is_leaf=lambda x: isinstance(x, Posterior))
+    params = jax.tree.map(certain, params, is_leaf=is_belief)
     plain = jnp.asarray(fn(at, *inputs))
 
     def own() -> float:

@@ -1,8 +1,6 @@
 """Normalisations over features, softmax, its logarithm and logsumexp, recognised by their values."""
 
-import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -44,23 +42,7 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
     x = m.sequence(rest, axes)
     if isinstance(kind, str):
         propagator.note(node, kind, "its input Gaussian")
-        if kind == "log_softmax":
-            return _log_softmax(x, node)
-        if kind == "logsumexp":
-
-            def summed() -> tuple[Any, ...]:
-                total, cov, _, _, weights = logsumexp(x.mean, x.cov)
-                return total, cov, lambda cross: cross.map_each(weights[:, :, None])
-
-            return arrays.made(summed, (len(x.order), 1), arrays.numbered(node.shape), x)
-
-        def compute() -> tuple[Any, ...]:
-            mean, cov = softmax(x.mean, x.cov)
-            eye = jnp.eye(mean.shape[1], dtype=mean.dtype)
-            slope = mean[:, :, None] * (eye[None] - mean[:, None, :])
-            return mean, cov, lambda cross: cross.map_each(slope)
-
-        return x.made(compute, node.shape)
+        return _of_rows(x, node, kind)
 
     def mapped() -> tuple[Any, ...]:
         kernel = jnp.asarray(kind, x.mean.dtype)
@@ -84,9 +66,10 @@ def _found(node: Node) -> tuple[Node, Axes, Axes, Any] | None:
             y = regions.probe(node, source, flat).ravel()
             return y[rows] if y.size == x.size else y
 
-        kind = recognised_rows(
-            fn, rows.shape, regions.precise(source.dtype), partial(_consists, node, source)
-        )
+        def consists(operations: set[str], source: Node = source) -> bool:
+            return regions.misfit(node, source, operations) is None
+
+        kind = recognised_rows(fn, rows.shape, regions.precise(source.dtype), consists)
         if kind is None and found is None:
             continue  # such as the exponentials inside a softmax
         if kind is None or (found is not None and isinstance(kind, np.ndarray)):
@@ -95,16 +78,20 @@ def _found(node: Node) -> tuple[Node, Axes, Axes, Any] | None:
     return found
 
 
-def _consists(node: Node, source: Node, operations: set[str]) -> bool:
-    return regions.misfit(node, source, operations) is None
+def _of_rows(x: Sequence, node: Node, kind: str) -> Moments:
+    """The softmax of the rows, its logarithm, or their logsumexp."""
 
-
-def _log_softmax(x: Sequence, node: Node) -> Moments:
     def compute() -> tuple[Any, ...]:
-        _, _, mean, cov, weights = logsumexp(x.mean, x.cov)
-        centred = jnp.eye(mean.shape[1], dtype=mean.dtype)[None] - weights[:, :, None]
-        return mean, cov, lambda cross: cross.map_each(centred)
+        if kind == "softmax":
+            mean, cov = softmax(x.mean, x.cov)
+            eye = jnp.eye(mean.shape[1], dtype=mean.dtype)
+            slope = mean[:, :, None] * (eye[None] - mean[:, None, :])
+        else:
+            mean, cov, slope = _logarithm(x.mean, x.cov, summed=kind == "logsumexp")
+        return mean, cov, lambda cross: cross.map_each(slope)
 
+    if kind == "logsumexp":
+        return arrays.made(compute, (len(x.order), 1), arrays.numbered(node.shape), x)
     return x.made(compute, node.shape)
 
 
@@ -112,10 +99,10 @@ def log_probabilities(propagator: Propagator, node: Node) -> Moments | None:
     """Moments of the logarithm of what is a softmax, or a view of one; else None."""
 
     def of_softmax(n: Node) -> Moments | None:
-        found = None if primitives.is_view(n) else _found(n)
+        found = _found(n)
         if found is None or found[-1] != "softmax":
             return None
-        return _log_softmax(propagator.moments(found[0]).sequence(*found[1:3]), n)
+        return _of_rows(propagator.moments(found[0]).sequence(*found[1:3]), n, "log_softmax")
 
     found: Moments | None = regions.through_views(node, of_softmax)
     return found
@@ -130,19 +117,11 @@ def _normalized(
     if not long <= set(features):
         return None
     within = tuple(i for i in features if i not in long)  # such as heads
-    groups = [m.shape[i] for i in within]
-    whole = m.sequence(tokens, features)
-    entries = np.arange(m.places.size).reshape(*(m.shape[i] for i in (*tokens, *features)))
-    t, width = whole.shape
-    # Places in the sequence, group by group: (G, T, K).
-    entries = np.moveaxis(
-        entries.reshape(t, *(m.shape[i] for i in features)),
-        [1 + features.index(i) for i in within],
-        range(len(within)),
-    ).reshape(math.prod(groups), t, -1)
+    groups = within, tokens, tuple(i for i in features if i in long)  # (G, T, K)
+    whole, shape = arrays.ordered(m.shape, tokens, features), m.sequence(tokens, features).shape
     placed = []
-    for places in entries:
-        x = whole.base.at(whole.order.ravel()[places])
+    for order, places in zip(*(arrays.as_rows(p, *groups) for p in (m.places, whole)), strict=True):
+        x = m.base.at(order)
 
         def compute(x: Sequence = x) -> tuple[Any, ...]:
             factor = Point(jnp.full(x.mean.shape[1], kind.factor, x.mean.dtype))
@@ -151,18 +130,18 @@ def _normalized(
             return norm_with_carry(x.mean, x.cov, *options, centres=kind.centres)
 
         own = Base(x.shape, compute, (x,), node, propagator.finished)
-        order = np.full(t * width, -1)
-        order[places.ravel()] = np.arange(places.size)
-        placed.append(own.at(order.reshape(t, width)))
+        back = np.full(m.places.size, -1)
+        back[places] = arrays.numbered(places.shape)
+        placed.append(own.at(back.reshape(shape)))
     propagator.note(node, "layer_norm" if kind.centres else "rms_norm", "its input Gaussian")
-    places = arrays.ordered(m.shape, tokens, features).reshape(node.shape)
+    places = whole.reshape(node.shape)
     if len(placed) == 1:
         return Moments(placed[0].base, places)
     return Moments(combined(propagator, node, placed)[0], places)
 
 
 def _reduced_sources(node: Node) -> Iterator[tuple[Node, Axes]]:
-    """Dominators of the same shape, or reduced to it, with the axes that are reduced in between."""
+    """Sources of the same shape, or reduced to it, with the axes that are reduced in between."""
     if node.op not in ("mul", "div", "sub", "add", "exp", "log"):
         return
     reduced: list[Node] = []
@@ -198,9 +177,6 @@ def recognised_rows(
         return None
     close, far = max(1e3 * float(jnp.finfo(dtype).eps), 1e-5), 1e3
 
-    def average(x: np.ndarray) -> np.ndarray:
-        return x.mean(-1, keepdims=True)
-
     # Different rows at once, of many sizes; a quarter have an offset, and two are of one sign.
     sizes = np.repeat(np.geomspace(1 / far, far, 7), 4)
     sizes = np.resize(sizes, -(-len(sizes) // shape[0]) * shape[0])
@@ -226,15 +202,17 @@ def recognised_rows(
             matrix = np.stack([fn(np.broadcast_to(row, shape))[0] for row in unit])
             return matrix if like(x @ matrix, size * np.abs(matrix).max()) else None
     if consists(regions.SOFTMAX):
-        highest = x.max(1, keepdims=True)
-        total = highest + np.log(np.exp(x - highest).sum(1, keepdims=True))
-        log = {"log_softmax": x - total, "logsumexp": total}
-        if like(np.exp(x - total), 1):
-            return "softmax"
-        return next((name for name, z in log.items() if like(z, 1 + size)), None)
+        total = np.logaddexp.reduce(x, axis=1, keepdims=True)
+        log, large = x - total, 1 + size
+        kinds = {
+            "softmax": (np.exp(log), 1),
+            "log_softmax": (log, large),
+            "logsumexp": (total, large),
+        }
+        return next((kind for kind, expected in kinds.items() if like(*expected)), None)
     for centres in (True, False):
-        inner = x - average(x) if centres else x
-        power = average(inner**2)
+        inner = x - x.mean(-1, keepdims=True) if centres else x
+        power = (inner**2).mean(-1, keepdims=True)
         if y.shape != x.shape or not power.all():
             continue
         z = (inner / np.sqrt(power))[: shape[0]]
@@ -277,19 +255,19 @@ def _of_row(mean: Array, cov: Array) -> tuple[Array, Array, Array]:
     return jax.nn.logsumexp(mean) + trace / 2, whole.mean, rest
 
 
-def logsumexp(mean: Array, cov: Any) -> tuple[Array, Any, Array, Any, Array]:
-    """Moments of logsumexp, (T, 1), and of the log-softmax, (T, C), over the last axis of (T, C).
+def _logarithm(mean: Array, cov: Any, *, summed: bool) -> tuple[Array, Any, Array]:
+    """Moments and expected derivative, by token, of logsumexp, (T, 1), or of the log-softmax, (T, C).
 
-    And E[softmax], (T, C), which is the expected derivative of the first.
-
-    Assumes that x is Gaussian. Between tokens, what is not linear in x correlates as the tokens squared.
+    Assumes that x, (T, C), is Gaussian. Between tokens, what is not linear in x correlates as the tokens
+    squared.
     """
     total, weights, rest = jax.vmap(_of_row)(mean, cov.token_blocks())
     root = safe_sqrt(jnp.maximum(rest, 0))
     bent = root[:, None] * correlation_of(cov.token_gram()) ** 2 * root[None]
     rest = type(cov).project(bent[:, None, :, None])
-    own = cov.map_each(weights[:, :, None]).add(rest)
-    c = mean.shape[1]
-    centred = cov.map_each(jnp.eye(c, dtype=mean.dtype)[None] - weights[:, :, None])
-    centred = centred.add(rest.map_features(jnp.ones((1, c), mean.dtype)))
-    return total[:, None], own, mean - total[:, None], centred, weights
+    out, slope = total[:, None], weights[:, :, None]
+    if not summed:
+        c = mean.shape[1]
+        rest = rest.map_features(jnp.ones((1, c), mean.dtype))
+        out, slope = mean - out, jnp.eye(c, dtype=mean.dtype)[None] - slope
+    return out, cov.map_each(slope).add(rest), slope

@@ -86,14 +86,14 @@ class Path:
             return [] if moved is None else [self._to(operands[0], moved[node.output])]
         inner = [x for x in node.nodes if leads(x)]
         if node.op == "concatenate" and len(inner) == len(operands):
-            parts = np.split(
-                arrays.numbered(node.shape),
-                np.cumsum([x.shape[node.params["dimension"]] for x in operands])[:-1],
-                node.params["dimension"],
-            )
-            return [
-                self._to(x, _inverse(part, node.size)) for x, part in zip(inner, parts, strict=True)
-            ]
+            axis, paths = node.params["dimension"], []
+            ends = np.cumsum([x.shape[axis] for x in inner])[:-1]
+            parts = np.split(arrays.numbered(node.shape), ends, axis)
+            for x, part in zip(inner, parts, strict=True):
+                shown = np.full(node.size, -1)
+                shown[part] = arrays.numbered(x.shape)
+                paths.append(self._to(x, shown))
+            return paths
         if any(x.shape != node.shape for x in inner):
             return []
         minus = self.certain(np.float32(-1))
@@ -143,18 +143,16 @@ class Path:
             x = arrays.take(x.posterior.mean, x.places)
         if not is_random(x):
             return self.certain(x)
-        if isinstance(x, Node) and not _of_weights(x):
+        inside = regions.between(x, []) if isinstance(x, Node) else ()
+        if any(is_product(n) or n.op in ("given", "loop") for n in inside):
             return None
-        weight = _view_of_weight(x)
-        m = self.propagator.moments(x if weight is None else weight)
+        inner, places = regions.viewed(x)
+        inner = inner.operands[0] if isinstance(inner, Node) and inner.op == "belief" else inner
+        if isinstance(inner, Weight):
+            shown = np.append(inner.places, -1)[places]
+            x = replace(inner, places=shown) if (shown >= 0).all() else x
+        m = self.propagator.moments(x)
         return Entries(m, np.broadcast_to(m.places, self.node.shape).ravel()[self.places])
-
-
-def _inverse(part: Places, size: int) -> Places:
-    """Where each of so many entries lies in a part of them; -1 for the others."""
-    found = np.full(size, -1)
-    found[part.ravel()] = np.arange(part.size)
-    return found
 
 
 def merged(array: np.ndarray, axes: tuple[int, ...] = (0, 1)) -> np.ndarray:
@@ -168,23 +166,3 @@ def merged(array: np.ndarray, axes: tuple[int, ...] = (0, 1)) -> np.ndarray:
 def is_product(node: Node) -> bool:
     """Whether this is a product of random arrays, or of one and a certain array."""
     return node.op == "dot_general" and not any(isinstance(x, Weight) for x in node.operands)
-
-
-def _of_weights(node: Node) -> bool:
-    """Whether an array is made of weights and certain arrays alone."""
-    inside = regions.between(node, [])
-    return not any(is_product(n) or n.op in ("given", "loop") for n in inside)
-
-
-def _view_of_weight(value: Any) -> Weight | None:
-    """The belief's weights that an array consists of; None if it is computed from them."""
-    if isinstance(value, Weight):
-        return value
-    if value.op == "belief":
-        found: Weight = value.operands[0]
-        return found
-    inner = _view_of_weight(value.operands[0]) if primitives.is_view(value) else None
-    places = None if inner is None else primitives.moved(value, inner.places, value.operands[1:])
-    if inner is None or places is None or (places[value.output] < 0).any():
-        return None
-    return replace(inner, places=places[value.output])

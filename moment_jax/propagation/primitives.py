@@ -124,13 +124,8 @@ def as_product(eqn: Any) -> Any:
     p = eqn.params
     image, filters, out = p["dimension_numbers"]
     size = tuple(eqn.invars[1].aval.shape[i] for i in filters[2:])
-    ones = {
-        *p["lhs_dilation"],
-        *p["rhs_dilation"],
-        p["feature_group_count"],
-        p["batch_group_count"],
-    }
-    if size != tuple(p["window_strides"]) or any(map(any, p["padding"])) or ones != {1}:
+    one = {*p["lhs_dilation"], *p["rhs_dilation"], p["feature_group_count"], p["batch_group_count"]}
+    if size != tuple(p["window_strides"]) or any(map(any, p["padding"])) or one != {1}:
         return None
 
     def product(x: Array, kernel: Array) -> Array:

@@ -18,7 +18,7 @@ from moment_jax.posterior import Factorized, Posterior
 from moment_jax.posterior.base import mean_params
 from moment_jax.propagation import arrays, errors, graph, law, primitives
 from moment_jax.propagation.arrays import Axes, Base, Moments, Places, Same, Sequence
-from moment_jax.propagation.errors import LINEARISE, PropagationError, Step, Steps, shapes
+from moment_jax.propagation.errors import PropagationError, Step, Steps, shapes
 from moment_jax.propagation.graph import GIVEN, Node, Value
 from moment_jax.propagation.recorder import Recorder
 from moment_jax.propagation.regions import reads
@@ -53,12 +53,22 @@ class Propagator:
     related: set[tuple[Base, Base]] = dataclasses.field(default_factory=set)
 
     def find_pool(self, t: int, mask: Array | None, mutual: bool, dtype: Any) -> None:
-        """Pool what the output reads of attention to T tokens, or what its mask shows; see above."""
+        """Pool what the output reads of attention to T tokens, or what its mask shows; see above.
+
+        What is read does not count if it is even, nor under a mask if the output has several tokens:
+        these may not look at each other.
+        """
         if self.pool is not None or not self.structure.pools:
             return
-        pool = self.pool_read(t, mask)
-        if pool is not None:
-            self.pool, self.reading = pool, True
+        read = None
+        if self.reads is not None and (mask is None or math.prod(self.output.shape[:-1]) <= 1):
+            axes = range(self.reads.ndim)
+            each = [self.reads.sum(tuple(j for j in axes if j != i)) for i in axes]
+            each = [x for x in each if len(x) == t]
+            even = each[0] if each and mask is not None else None
+            read = next((x for x in each if not np.allclose(x, x[0])), even)
+        if read is not None:
+            self.pool, self.reading = pool_read(jnp.asarray(read, float), mask), True
         elif not (mutual or mask is None):
             self.pool = pool_seen(mask, jnp.zeros(t, bool)).astype(dtype)
 
@@ -66,22 +76,6 @@ class Propagator:
     def reads(self) -> np.ndarray | None:
         """How much of each entry of the last attention the output reads."""
         return reads(self.output) if isinstance(self.output, Node) else None
-
-    def pool_read(self, t: int, mask: Array | None) -> Array | None:
-        """The pool of sequences of T tokens for what the output reads of them; None if that is even.
-
-        And None under a mask if the output has several tokens, which may not look at each other.
-        """
-        several = math.prod(self.output.shape[:-1]) > 1
-        if (several and mask is not None) or self.reads is None:
-            return None
-        axes = range(self.reads.ndim)
-        each = [self.reads.sum(tuple(j for j in axes if j != i)) for i in axes]
-        each = [read for read in each if len(read) == t]
-        uneven = [read for read in each if not np.allclose(read, read[0])]
-        if not each or (mask is None and not uneven):
-            return None
-        return pool_read(jnp.asarray([*uneven, *each][0], float), mask)
 
     def moments(self, value: Value) -> Moments:
         """Moments of a node, a weight or a certain array."""
@@ -98,17 +92,13 @@ class Propagator:
         return self.planned[value]
 
     def given(
-        self,
-        moments: Moments,
-        dtype: Any,
-        weights: Iterable[Weight],
-        attended: Iterable[Weight] = (),
+        self, moments: Moments, dtype: Any, weights: Iterable[Weight], apart: Iterable[Weight] = ()
     ) -> Node:
         """An array of known moments that depends on these weights: an input, or what a loop carries.
 
-        `attended` are the weights on which it depends through attention to a memory alone.
+        On those `apart` it depends through attention to a memory alone.
         """
-        memory = Node(GIVEN, {}, tuple(attended), (), dtype, ())
+        memory = Node(GIVEN, {}, tuple(apart), (), dtype, ())
         edge = Node(GIVEN, {}, (memory,), (), dtype, (), apart={0})
         operands = (*weights, edge) if memory.weights else tuple(weights)
         moments.base.node = node = Node(GIVEN, {}, operands, moments.shape, dtype, ())
@@ -122,11 +112,9 @@ class Propagator:
             x = graph.as_floating(array)
             tokens = tuple(i for i in range(x.ndim) if i not in features)
             mean = arrays.as_rows(x, tokens, features)
-
-            def compute() -> tuple[Array, Any]:
-                return mean, self.structure.zeros(mean.shape, mean.dtype, self.landmarks)
-
-            found = arrays.made(compute, mean.shape, arrays.ordered(x.shape, tokens, features))
+            zeros = functools.partial(self.structure.zeros, mean.shape, mean.dtype, self.landmarks)
+            places = arrays.ordered(x.shape, tokens, features)
+            found = arrays.made(lambda: (mean, zeros()), mean.shape, places)
             found.base.finish = self.finished
             self.known[key] = found
         return self.known[key]
@@ -148,9 +136,8 @@ class Propagator:
 
     def note(self, node: Node, rule: str, assumes: str = "") -> None:
         """Add an operation to the receipt."""
-        self.steps[node] = Step(
-            node.op, rule, assumes, errors.where(node.source), tuple(node.shape)
-        )
+        line = errors.where(node.source)
+        self.steps[node] = Step(node.op, rule, assumes, line, tuple(node.shape))
 
     def _resolved(self, node: Node) -> Moments:
         for rule in (*_REGISTERED[node.op], *PATTERNS, *RULES[node.op]):
@@ -161,14 +148,9 @@ class Propagator:
                     found.base.node, found.base.finish = node, self.finished
                 return found
         what = f"`{node.op}` of random {shapes(node.operands)}"
-        fix = f"No rule or pattern covers it. {errors.register(node)}"
         if not graph.independent(*node.operands):
             what += ", which have a random array in common"
-            if node.tied:
-                what += ": a weight on which another of them depends"
-                fix = (
-                    f"A layer that is called twice? Give each call its own weights, or {LINEARISE}."
-                )
+        fix = f"No rule or pattern covers it. {errors.register(node)}"
         raise errors.refuse(what, node.source, fix)
 
 
@@ -359,10 +341,6 @@ def plan(
 
     What a loop cannot carry is unrolled, or, if that is asked for, every loop.
     """
-
-    def is_belief(leaf: Any) -> bool:
-        return isinstance(leaf, Posterior)
-
     at = mean_params(params)
     means = jax.tree.map(
         lambda x: x[0] if is_random_input(x) else x, inputs, is_leaf=is_random_input
@@ -372,7 +350,7 @@ def plan(
     except Exception as error:
         errors.explain_call("propagate", functools.partial(fn, at), means, error)
         raise
-    leaves = jax.tree.leaves(params, is_leaf=is_belief)
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Posterior))
     leaves += jax.tree.leaves(inputs, is_leaf=is_random_input)
     if len(traced.jaxpr.outvars) != 1:
         raise TypeError(
@@ -384,7 +362,7 @@ def plan(
         propagator = Propagator(structure, landmarks)
 
         def argument(x: Any) -> Value:
-            if is_belief(x):
+            if isinstance(x, Posterior):
                 return Weight.of(x)
             return _random(propagator, *x) if is_random_input(x) else jnp.asarray(x)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from jax import Array
 
 from moment_jax.posterior import Point
 from moment_jax.propagation import arrays, primitives
+from moment_jax.propagation.arrays import Places
 from moment_jax.propagation.graph import Node, between
 from moment_jax.propagation.weights import Weight
 from moment_jax.xla import inlined
@@ -39,28 +39,17 @@ def weights_of(
     return list(dict.fromkeys(x for x in weights if not isinstance(x.posterior, Point)))
 
 
-def dominators(
-    roots: Iterable[Node], expandable: Callable[[Node], bool] = lambda n: True
-) -> Iterator[Node]:
-    """Nodes through which every random path to the roots passes, nearest first."""
-    frontier = set(roots)
-    while frontier:
-        if len(frontier) == 1:
-            yield next(iter(frontier))
-        last = max(frontier, key=lambda n: n.index)
-        if not expandable(last):
-            return
-        frontier.remove(last)
-        frontier.update(last.origins)
-
-
 def sources(node: Node, expandable: Callable[[Node], bool]) -> Iterator[Node]:
     """Arrays of which `node` is a function, without weights, of expandable nodes; nearest first."""
-
-    def certain(n: Node) -> bool:
-        return not any(isinstance(x, Weight) for x in n.operands) and expandable(n)
-
-    return itertools.islice(dominators([node], certain), 1, None)
+    frontier = {node}
+    while not any(isinstance(x, Weight) for x in node.operands) and expandable(node):
+        frontier.remove(node)
+        frontier.update(node.origins)
+        if len(frontier) == 1:
+            yield next(iter(frontier))
+        if not frontier:
+            return
+        node = max(frontier, key=lambda n: n.index)
 
 
 def reads(output: Node) -> np.ndarray | None:
@@ -86,11 +75,7 @@ def _read_of(node: Node, i: int, read: np.ndarray) -> np.ndarray:
     """How much of its operand i a node reads, of which itself this much is read."""
     x: Any = node.operands[i]
     known: list[Any] = [np.asarray(y) if primitives.is_known(y) else None for y in node.operands]
-    seen = (
-        primitives.moved(node, np.arange(x.size).reshape(x.shape), node.operands[1:])
-        if i == 0
-        else None
-    )
+    seen = primitives.moved(node, arrays.numbered(x.shape), node.operands[1:])
     if seen is not None:
         places = seen[node.output].ravel()
         kept = np.where(places < 0, 0, read.ravel())
@@ -218,13 +203,24 @@ def all_uniform(node: Node) -> bool:
     return all(isinstance(x, Node) or primitives.uniform(x) is not None for x in node.operands)
 
 
-def through_views(node: Any, find: Callable[[Node], Any]) -> Any:
-    """What `find` makes of an array, or its view where the array is a view of another; else None."""
-    if not isinstance(node, Node):
+def viewed(value: Any) -> tuple[Any, Places]:
+    """What an array is a view of, itself if it is none, and the place there of each of its entries."""
+    places = arrays.numbered(np.shape(value))
+    while isinstance(value, Node) and primitives.is_view(value):
+        inner, *rest = value.operands
+        moved = primitives.moved(value, arrays.numbered(np.shape(inner)), rest)
+        if moved is None:
+            break
+        value, places = inner, np.append(moved[value.output], -1)[places]
+    return value, places
+
+
+def through_views(value: Any, find: Callable[[Node], Any]) -> Any:
+    """The same view of what `find` makes of the array of which this is one; None if it makes none."""
+    inner, places = viewed(value)
+    if not isinstance(inner, Node) or primitives.is_view(inner):
         return None
-    found = find(node)
-    if found is None and primitives.is_view(node):
-        inner = through_views(node.operands[0], find)
-        places = None if inner is None else primitives.moved(node, inner.places, node.operands[1:])
-        found = None if places is None else dataclasses.replace(inner, places=places[node.output])
-    return found
+    found = find(inner)
+    if found is None:
+        return None
+    return dataclasses.replace(found, places=np.append(found.places, -1)[places])

@@ -26,7 +26,7 @@ from moment_jax.propagation import arrays, primitives, regions
 from moment_jax.propagation.arrays import InWeights, Places
 from moment_jax.propagation.elementwise import recognised
 from moment_jax.propagation.errors import LINEARISE, refuse
-from moment_jax.propagation.graph import Node, is_random
+from moment_jax.propagation.graph import Node, between, is_random
 from moment_jax.propagation.paths import Choice, Entries, Factors, Path, is_product, merged
 from moment_jax.propagation.propagator import Propagator
 
@@ -75,9 +75,8 @@ class Scores:
         if not certain and not self.choices:
             return Rows(None if there.all() else _mask(merged(there)))
         used = [*certain, *(shift for choice in self.choices for shift in choice.other)]
-        known = all(
-            f.known for f in (*(f for s in used for f in s), *(c.kept for c in self.choices))
-        )
+        acting = [*(f for shift in used for f in shift), *(c.kept for c in self.choices)]
+        known = all(f.known for f in acting)
         xp: Any = np if known else jnp
         base, kept = _total(certain, table), np.ones((1, 1, 1), bool)
         for choice in reversed(self.choices):
@@ -105,12 +104,11 @@ class Scores:
 
     def noise(self, table: InWeights, scores: Callable[[], Any]) -> tuple[ScoreNoise, ...]:
         """The random parts; `scores` are the means of the product, for what is random in the scale."""
-        parts: list[tuple[Factors, Any]] = [(shift, None) for shift in self.shifts]
         found = []
-        for factors, mean in [*parts, (self.scale, scores)]:
+        for factors in (*self.shifts, self.scale):
             for x in (x for x in factors if x.random):
-                rest = product([y for y in factors if y is not x], table)
-                factor = rest if mean is None else rest * mean()
+                factor = product([y for y in factors if y is not x], table)
+                factor = factor * scores() if factors is self.scale else factor
                 places = x.places.ravel()[np.maximum(table, 0)]
                 variance = x.of.base.numbers[1].variance().reshape(-1)
                 found.append(ScoreNoise(variance, places, factor))
@@ -199,10 +197,8 @@ def _read(propagator: Propagator, weights: Node) -> Scores | tuple[Node, str]:
     others = [f for choice in path.choices for shift in choice.other for f in shift]
     seen = not all(_hides(choice.other) for choice in path.choices)
     if any(f.random for f in [*others, *(f for s in path.shifts for f in s if seen)]):
-        return (
-            weights,
-            "a random bias where a number that may be seen stands in the place of scores",
-        )
+        what = "a random bias where a number that may be seen stands in the place of scores"
+        return weights, what
     eps = float(jnp.finfo(argument.dtype).eps)
     return Scores(
         below.node, below.places, rows, argument.shape[axis], eps, gates, below.factors, cap,
@@ -264,9 +260,8 @@ def _softmax(node: Node) -> Softmax | None:
     if part.op not in ("exp", "exp2"):
         return None
     argument = _without_shift(_same(part.nodes[0]), axis)
-    same = (
-        over is part if node.op not in ("exp", "exp2") else _without_shift(over, axis) is argument
-    )
+    of_log = node.op in ("exp", "exp2")
+    same = _without_shift(over, axis) is argument if of_log else over is part
     factor = math.log(2) if part.op == "exp2" else 1.0
     return Softmax(argument, axis, factor, *mask) if same else None
 
@@ -303,13 +298,8 @@ def _masked(node: Node) -> tuple[Node, Any, bool] | None:
 def _without_shift(node: Node, axis: int) -> Node:
     """The array without what is subtracted from whole rows, such as their maximum."""
     while node.op == "sub" and len(node.nodes) == 2:
-        row = node.nodes[1]
-        places = np.broadcast_to(arrays.numbered(row.shape), node.shape)
-        while primitives.is_view(row) and isinstance(row.operands[0], Node):
-            moved = primitives.moved(row, arrays.numbered(row.operands[0].shape), row.operands[1:])
-            if moved is None:
-                break
-            row, places = row.operands[0], moved[row.output].ravel()[places]
+        _, places = regions.viewed(node.nodes[1])
+        places = np.broadcast_to(places, node.shape)
         if (places != places.take([0], axis)).any():
             break
         node = _same(node.nodes[0])
@@ -341,12 +331,6 @@ def _cap(path: Path) -> tuple[Path, Path, Formula] | str:
 
 def _products(node: Node, *, through_exp: bool = True) -> list[Node]:
     """The products of which an array is made row by row; with an exponential somewhere above."""
-    seen: set[Node] = set()
-    stack = [node]
-    while stack:
-        n = stack.pop()
-        if n not in seen:
-            seen.add(n)
-            stack += n.nodes if n.op in regions.BY_ROW else []
+    seen = between(node, [], lambda n: n.nodes if n.op in regions.BY_ROW else [])
     found = [n for n in seen if is_product(n)]
     return found if not through_exp or any(n.op in ("exp", "exp2") for n in seen) else []

@@ -41,8 +41,7 @@ class Weight(arrays.View):
     @classmethod
     def of(cls, posterior: Posterior) -> Weight:
         """The belief's whole array."""
-        places = np.arange(posterior.mean.size).reshape(posterior.shape)
-        return cls(posterior.matrix, places)
+        return cls(posterior.matrix, arrays.numbered(posterior.shape))
 
     @property
     def origin(self) -> Posterior:
@@ -139,8 +138,7 @@ def stack(values: Sequence[Any]) -> Any:
     if not isinstance(values[0], Weight):
         return jnp.stack(values)
     posterior = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(w.posterior for w in values))
-    shape = len(values), *values[0].shape
-    return Weight(posterior, arrays.numbered(shape))
+    return Weight(posterior, arrays.numbered((len(values), *values[0].shape)))
 
 
 def overlap(left: Iterable[Weight], right: Iterable[Weight]) -> bool:
@@ -183,30 +181,26 @@ def select(posterior: Posterior, places: np.ndarray, *, repeats: bool = False) -
     `Factorized` vector becomes a `FullNormal`, and a kernel takes the copies as independent all the
     same. Place -1 is a certain zero, which other families cannot express.
     """
-    shape = posterior.shape
-    if places.shape == shape and np.array_equal(places.ravel(), np.arange(places.size)):
+    if arrays.in_order(places, posterior.shape):
         return posterior
+    mean = arrays.take(posterior.mean, places)
     if isinstance(posterior, Point):
-        return Point(arrays.take(posterior.mean, places))
+        return Point(mean)
     known = places[places >= 0]
     repeated = len(np.unique(known)) != known.size
-    if repeats and repeated and places.ndim == 1 and isinstance(posterior, Factorized):
-        variance = arrays.take(posterior.variance, places)
-        same = places[:, None] == places
-        return FullNormal(
-            arrays.take(posterior.mean, places), jnp.where(same, variance[:, None], 0)
-        )
     if isinstance(posterior, Factorized) and (repeats or not repeated):
-        return Factorized(
-            arrays.take(posterior.mean, places), arrays.take(posterior.variance, places)
-        )
+        variance = arrays.take(posterior.variance, places)
+        if repeated and places.ndim == 1:
+            same = places[:, None] == places
+            return FullNormal(mean, jnp.where(same, variance[:, None], 0))
+        return Factorized(mean, variance)
     if repeated or known.size < places.size:
         return None
     if isinstance(posterior, FullNormal):
         n = posterior.mean.size
         flat = places.ravel()
         cov = posterior.cov.reshape(n, n)[flat[:, None], flat[None]]
-        return FullNormal(posterior.mean.reshape(-1)[places], cov.reshape(*places.shape * 2))
+        return FullNormal(mean, cov.reshape(*places.shape * 2))
     return _part_of_matrix(posterior, places)
 
 

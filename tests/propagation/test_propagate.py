@@ -315,15 +315,16 @@ READ = {  # the mask, the read-out, and which tokens have nine tenths of the poo
 @pytest.mark.parametrize("name", READ)
 def test_the_pool_is_what_the_output_reads(name, monkeypatch):
     mask, read, expected = READ[name]
-    own = Propagator.pool_read
+    own = Propagator.find_pool
 
     class Found(Exception):  # noqa: N818
         pass
 
-    def found(*args):
-        raise Found(own(*args))  # before anything else is computed
+    def found(self, *args):
+        own(self, *args)
+        raise Found(self.pool if self.reading else None)  # before anything else is computed
 
-    monkeypatch.setattr(Propagator, "pool_read", found)
+    monkeypatch.setattr(Propagator, "find_pool", found)
     x = jax.random.normal(jax.random.key(0), (5, 3))
     with pytest.raises(Found) as stop:
         mj.propagate(lambda p, x: read(looking(p, x @ p["w"], mask)))(ATTENDING, x)

@@ -129,6 +129,20 @@ def test_without_noise_it_is_the_network(name):
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradient))
 
 
+def test_a_bias_of_all_heads_that_no_family_repeats_is_not_dropped():
+    p = {k: mj.posterior.Factorized(w.mean, jnp.zeros_like(w.mean)) for k, w in WEIGHTS.items()}
+    p["bias"] = mj.posterior.FullNormal(jnp.array([1.0, -2.0]), jnp.zeros((2, 2)))
+
+    def fn(p):
+        q, k, v = ((X @ p[n]).reshape(T, H, D // H) for n in ("query", "key", "value"))
+        weights = jax.nn.softmax(jnp.einsum("thk,shk->hts", q + p["bias"], k))
+        return jnp.einsum("hts,shk->thk", weights, v).reshape(T, D)
+
+    with jax.numpy_rank_promotion("allow"):
+        wanted = fn({k: w.mean for k, w in p.items()})
+        np.testing.assert_allclose(jax.jit(mj.propagate(fn))(p)[0], wanted, atol=1e-10)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*(name for name in SCORES if "random" in name), "head mask"])
 def test_it_has_the_spread_of_sampled_networks(name):
