@@ -155,7 +155,7 @@ def laplace(
 
     chosen = prior_precision if held is None else _best_on(held, at, curvature, frame, bases)
     variance, _, found = at(chosen)
-    low, high = np.exp(LOG_RANGE) if held is None else PRECISIONS[[0, -1]]
+    low, high = np.exp(LOG_RANGE) if held is None else (PRECISIONS[0], PRECISIONS[-1])
     odd = [x for x in found.prior_precision.values() if not 1.01 * low < x < high / 1.01]
     if odd and prior_precision is None:
         what, edge = "held-out data" if held else "the evidence", f"{low:.3g} to {high:.3g}"
