@@ -152,7 +152,7 @@ def _form(eqn: Any, numbers: dict[Any, int] | None = None) -> Any:
 
     def atom(v: Any) -> Any:
         if isinstance(v, core.Literal):
-            return repr(v.val)
+            return _number(v.val)
         number = None if numbers is None else numbers.setdefault(v, len(numbers))
         return v.aval.shape, v.aval.dtype, number
 
@@ -165,6 +165,12 @@ def _form(eqn: Any, numbers: dict[Any, int] | None = None) -> Any:
     return eqn.primitive.name, params, tuple(map(atom, eqn.invars)), tuple(map(atom, eqn.outvars))
 
 
+def _number(x: Any) -> Any:
+    """A literal, in all of its digits."""
+    array = np.asarray(x)
+    return array.dtype, array.shape, array.tobytes()
+
+
 def _frozen(x: Any) -> Any:
     """A parameter of an operation, hashable; equal ones mean the same."""
     if isinstance(x, core.Jaxpr):
@@ -172,7 +178,7 @@ def _frozen(x: Any) -> Any:
         ends = [[numbers.setdefault(v, len(numbers)) for v in (*x.constvars, *x.invars)]]
         forms = tuple(_form(eqn, numbers) for eqn in x.eqns)
         results = tuple(
-            repr(v.val) if isinstance(v, core.Literal) else numbers[v] for v in x.outvars
+            _number(v.val) if isinstance(v, core.Literal) else numbers[v] for v in x.outvars
         )
         return len(ends[0]), forms, results
     if isinstance(x, core.ClosedJaxpr):

@@ -134,6 +134,7 @@ LISTS = {  # of layers of weights (D, D), and how many of them a loop takes
     "alike": (in_turn, 6),
     "two kinds in turn": (lambda x, ws: in_turn(x, ws, scale=lambda i: 1.0 + i % 2), 3),
     "numbers of their own": (lambda x, ws: in_turn(x, ws, scale=lambda i: 1.0 + i), 0),
+    "other last digits": (lambda x, ws: in_turn(x, ws, scale=lambda i: 1e-3 + 1e-10 * i), 0),
     "after a certain one": (lambda x, ws: in_turn(layer(X[1], jnp.eye(D)), ws), 6),
     "with what came in": (lambda x, ws: in_turn(x, ws, skip=0.1 * x), 0),
     "a certain array for all": (lambda x, ws: in_turn(x, ws, skip=jnp.arange(4.0)), 6),
