@@ -49,7 +49,7 @@ def _joined(parts: list[Any], size: int) -> Any:
 
 def compiled_pass(model: Any, inputs: Any, options: dict[str, Any]) -> Any:
     """`model(*inputs, **options)` as one program; in compiled or differentiated code as it stands."""
-    if _traced((nnx.state(model), inputs, options)):
+    if is_traced((nnx.state(model), inputs, options)):
         note_unheld(model)
         return moments_of(model, inputs, options)
     return _run(model, inputs, Static(options), predicts=False)
@@ -141,14 +141,15 @@ def _run(model: Any, inputs: Any, known: Static, predicts: bool) -> Any:
     program = partial(run_pass, graph, known=known, predicts=predicts)
     with compiling(f"the pass of {model.name} ({model.structure.__name__})"):
         result, _ = program(state, inputs)
-    if _traced((state, inputs)):
+    if is_traced((state, inputs)):
         note_unheld(model)
     else:
         hold(model, graph, state, inputs, known, lambda x: program(x, inputs)[1])
     return result
 
 
-def _traced(tree: Any) -> bool:
+def is_traced(tree: Any) -> bool:
+    """Whether a value is not known yet, in a program of the user's own."""
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 

@@ -79,6 +79,7 @@ WRONG = [
     (lambda: mj.joint(MODEL, np.zeros((9000, 3))), "at most 2.28 numbers.* 18000 outputs"),
     (lambda: mj.joint(MODEL, (X, mj.Separable.zeros((1, 3)))), "Got the moments of a random"),
     (lambda: mj.joint(mj.Bayesian(Stopped()), X), "stop_gradient"),
+    (lambda: mj.joint(mj.Bayesian(NET, relative_scale=1.0), X), "% of their squares nonlinear"),
 ]
 
 
