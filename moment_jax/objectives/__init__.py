@@ -1,10 +1,6 @@
 """Likelihoods, the ELBO, predictions and metrics, from the mean and covariance of the output."""
 
-from moment_jax.objectives.cubature import (
-    TokenUncertainty,
-    class_probabilities,
-    log_class_probabilities,
-)
+from moment_jax.objectives.cubature import TokenUncertainty, class_probabilities
 from moment_jax.objectives.likelihoods import (
     Bernoulli,
     Categorical,
@@ -27,5 +23,5 @@ __all__ = [
     "Bernoulli", "BernoulliPredictive", "Categorical", "CategoricalPredictive", "Gaussian",
     "GaussianPredictive", "HeteroscedasticGaussian", "Likelihood", "MixturePredictive",
     "TokenUncertainty", "accuracy", "class_probabilities", "elbo", "expected_calibration_error",
-    "expected_log_likelihood", "kl_warmup", "log_class_probabilities", "negative_log_likelihood",
+    "expected_log_likelihood", "kl_warmup", "negative_log_likelihood",
 ]  # fmt: skip
