@@ -164,7 +164,7 @@ def _plain(args: argparse.Namespace, digits: Digits) -> Task:
 
     def validate(network: Any, given: Given) -> Array:
         images, labels = (jnp.asarray(part) for part in given[1].validation)
-        return mj.objectives.negative_log_likelihood(jax.nn.softmax(network(images)), labels)
+        return optax.softmax_cross_entropy_with_integer_labels(network(images), labels).mean()
 
     optimizer = clipped_adam(PLAIN_RATE, args.plain_steps, norm=1.0, weight_decay=WEIGHT_DECAY)
     settings = {"batch_size": size}

@@ -1,8 +1,8 @@
-"""Predictive distributions p(y* | x*), from the moments of a network's output (Eq. 1), and their scores.
+"""Predictive distributions p(y* | x*), from the moments of a network's output (Eq. 1).
 
-The distributions are what a likelihood makes of the moments: pytrees, of one example or of any batch
-(...). Scores of labels out of range raise an error if their values are known; in compiled code they are
-NaN, as they are of a NaN prediction.
+They are what a likelihood makes of the moments: pytrees, of one example or of any batch (...). Scores
+of labels out of range raise an error if their values are known; in compiled code they are NaN, as they
+are of a NaN prediction.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.scipy import special, stats
 
-from moment_jax.covariance.fields import check_array, need, register_fields
+from moment_jax.covariance.fields import need, register_fields
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.linalg import inverse_root
 from moment_jax.objectives.checks import labels_of, of_label, over_batch
@@ -269,54 +269,3 @@ def _fitting(y: Array, like: Array) -> Array:
     rule = f"targets of the shape of their predictions, {like.shape}"
     need("log_prob", y.shape == like.shape, rule, y.shape)
     return y
-
-
-# -- scores of class probabilities ---------------------------------------------------------------------
-
-
-def negative_log_likelihood(probabilities: Array, labels: Array) -> Array:
-    """Mean of -log p(label) in nats over N examples, of probabilities (N, C) and integer labels (N,).
-
-    Probabilities are clipped at the smallest normal number: a label of probability zero costs 87 nats in
-    float32 instead of infinity. Like the metrics below it raises a ValueError if shapes do not fit,
-    there is no example, or a known label is out of range, TypeError if probabilities are not floating.
-    """
-    labels = _checked_labels("negative_log_likelihood", probabilities, labels)
-    chosen = over_batch(of_label, jnp.asarray(probabilities), labels)
-    return -jnp.mean(jnp.log(jnp.maximum(chosen, jnp.finfo(chosen.dtype).tiny)))
-
-
-def accuracy(probabilities: Array, labels: Array) -> Array:
-    """Share of examples whose most probable class (the first one in a tie) is the label."""
-    return jnp.mean(_hits(probabilities, _checked_labels("accuracy", probabilities, labels)))
-
-
-def expected_calibration_error(probabilities: Array, labels: Array, num_bins: int = 15) -> Array:
-    """Mean over the examples of |confidence - accuracy|, both the averages of an example's bin.
-
-    Confidence is the probability of the most probable class, bins are ((b-1) / num_bins, b / num_bins].
-    """
-    need("expected_calibration_error", num_bins >= 1, "num_bins >= 1", num_bins)
-    labels = _checked_labels("expected_calibration_error", probabilities, labels)
-    hits = _hits(probabilities, labels)
-    (probabilities,) = wide(probabilities)  # sums of many examples are none in bfloat16
-    confidence = jnp.max(probabilities, axis=1)
-    bins = jnp.clip(jnp.ceil(confidence * num_bins).astype(jnp.int32) - 1, 0, num_bins - 1)
-    excess = jax.ops.segment_sum(confidence - hits, bins, num_bins)
-    return jnp.sum(jnp.abs(excess)) / len(hits)
-
-
-@inlined
-def _hits(probabilities: Array, labels: Array) -> Array:
-    """1 where the most probable class is the label, else 0, (N,); NaN where either is invalid."""
-    hits = (jnp.argmax(probabilities, axis=1) == labels).astype(probabilities.dtype)
-    valid = (labels >= 0) & (labels < probabilities.shape[1])
-    return jnp.where(valid & ~jnp.isnan(jnp.max(probabilities, axis=1)), hits, jnp.nan)
-
-
-def _checked_labels(name: str, probabilities: Array, labels: Array) -> Array:
-    """Raise unless they are labels (N,) of probabilities (N, C)."""
-    check_array(name, probabilities)
-    shape, rule = probabilities.shape, "probabilities (N, C) of at least one example"
-    need(name, len(shape) == 2 and shape[0], rule, shape, "Flatten batch axes into one.")
-    return labels_of(name, labels, probabilities)
