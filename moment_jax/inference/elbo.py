@@ -213,11 +213,8 @@ def _fit_priors(model: Bayesian) -> None:
 
 def _as_it_is(model: Bayesian, options: dict[str, Any], columns: list[Any]) -> Bayesian:
     """The model that is trained in place; warns of columns in other units."""
-    if options or model.batch_axes != 1:
-        raise ValueError(
-            f"`fit` trains a Bayesian as it is, of batch_axes=1. Got batch_axes={model.batch_axes}"
-            f"{''.join(f', {name}' for name in options)}. Set them in mj.Bayesian()."
-        )
+    rule, mend = "no options of a Bayesian, which it trains as it is", "Set them in mj.Bayesian()."
+    checks.need("fit", not options, rule, ", ".join(options), mend)
     odd = [sd for each in columns if each for sd in each[1] if not 0.1 <= sd <= 10]
     if odd:
         warnings.warn(

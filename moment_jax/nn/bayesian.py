@@ -66,7 +66,6 @@ class Bayesian(Module):
         `Separable.zeros`; with a causal mask, all of them.
       linearised: linearise the network in its weights, which is right for Laplace approximations, see
         `mj.linearised`; covariances are `Full` then, or `Diagonal` if that is the structure.
-      batch_axes: the number of leading batch axes of the inputs; 0 not in `Separable`, see `mj.joint`.
       output: picks the one array whose moments are wanted out of what the network returns, such as
         `lambda out: out.logits`; networks at the means and sampled ones return all of it. A model with a
         lambda cannot be pickled, one with a function of a module can.
@@ -90,10 +89,9 @@ class Bayesian(Module):
         random: Any = nnx.Param, family: Family = Factorized, relative_scale: float = 0.1,
         prior: Any = None, prior_scale: float = 1.0, learn_prior: bool = False,
         structure: type[Covariance] = Separable, landmarks: int | None = None,
-        linearised: bool = False, batch_axes: int = 1,
-        output: Callable[[Any], Any] | None = None, verify: bool = True,
+        linearised: bool = False, output: Callable[[Any], Any] | None = None, verify: bool = True,
     ) -> None:  # fmt: skip
-        self.verify, self.batch_axes = verify, batch_axes
+        self.verify = verify
         self._set_options(structure, landmarks, linearised)
         self.kind, self.noise = likelihoods.stored(likelihood)
         self._output = Static(output)
@@ -130,12 +128,6 @@ class Bayesian(Module):
         names = ", ".join(STRUCTURES)
         rule = f"a covariance structure, one of {names} (the type itself, such as mj.Separable)"
         need("mj.Bayesian", right, rule, repr(structure), error=TypeError)
-        if structure is Separable and self.batch_axes == 0 and not linearised:
-            raise ValueError(
-                "`mj.Bayesian` needs a batch axis in Separable: of a batch taken for a sequence, what "
-                "inputs share is up to .6 off. Got batch_axes=0. For one input, use x[None]; for the "
-                "covariance between inputs, mj.joint(model, x); or take Diagonal or Full."
-            )
         num_landmarks("mj.Bayesian", 1, landmarks)
         self.structure, self.landmarks, self.linearised = structure, landmarks, linearised
         self.spread: Any = nnx.Variable(None)  # factors of the output's sds, see `corrected`
@@ -250,22 +242,23 @@ class Bayesian(Module):
         """Moments of the network's output.
 
         Args:
-          inputs: the network's arguments, with `batch_axes` leading axes, all of which have them. One
-            that is random is given as its moments, (mean, cov), independent of the weights.
+          inputs: the network's arguments, all with a batch axis before theirs, whose examples count as
+            independent (else see `mj.joint`). One that is random is given as its moments, (mean, cov),
+            independent of the weights.
           options: the network's keyword arguments, shared by all examples. Outside compiled code they
             are constants of the program: each new value, of a mask say, compiles again.
         """
-        check_inputs(inputs, self.batch_axes, self.structure)
+        check_inputs(inputs, self.structure)
         return compiled_pass(self, inputs, options)
 
     def predict(self, *inputs: Any, batch_size: int = 256, **options: Any) -> Any:
         """The predictive distribution, `likelihood(model(x))`, compiled and in batches.
 
         Its arrays have the network's output shape: `probs`, `label`, `entropy`, `epistemic` of classes,
-        `mean`, `sd`, `interval(.9)` of real values, and `log_prob(y)` and `sample(key)` of both.
+        `mean`, `sd`, `interval(.9)` of real values, and `log_prob(y)` of both.
         """
         self._needs_likelihood("predict")
-        check_inputs(inputs, self.batch_axes, self.structure)
+        check_inputs(inputs, self.structure)
         return predicted(self, inputs, options, batch_size)
 
     def elbo(
@@ -276,13 +269,13 @@ class Bayesian(Module):
 
         Args:
           x: the network's input, or a tuple of its arguments.
-          y: targets, with the batch axes leading: integers (B, ...) for Categorical.
+          y: targets, with the batch axis leading: integers (B, ...) for Categorical.
           dataset_size: the number of examples in the data set.
           kl_weight: 1 for the bound itself; below 1 for warm-up or a cold posterior. Both may be traced.
           options: the network's keyword arguments.
         """
         likelihood, moments = self._needs_likelihood("elbo"), self(*arguments(x), **options)
-        fits = likelihoods.expected("elbo", likelihood, y, moments, self.batch_axes)
+        fits = likelihoods.expected("elbo", likelihood, y, moments)
         bound = objectives.elbo(fits, self.kl(), dataset_size=dataset_size, kl_weight=kl_weight)
         return bound / dataset_size
 

@@ -44,7 +44,7 @@ def joint(
     blocks .2 at .05, .5 at .1, and over 1 at .2, worse than 32 sampled networks.
 
     Args:
-      model: of `batch_axes=1`, in any structure, whose derivatives are those of its values.
+      model: in any structure, whose derivatives are those of its values.
       x: the network's input (N, ...), or a tuple of its arguments: certain, and so few that 2^28 numbers
         are enough. A ValueError is raised else.
       targets: further inputs, whose covariance with those of x is wanted.
@@ -59,14 +59,13 @@ def joint(
     >>> found.mean.shape, found.cov.shape, found.cross.shape
     ((10,), (10, 10), (10, 8))
     """
-    right, came = isinstance(model, Bayesian), getattr(model, "batch_axes", type(model).__name__)
-    need("joint", right and came == 1, "a mj.Bayesian of batch_axes=1", came)
+    need("joint", isinstance(model, Bayesian), "a mj.Bayesian", type(model).__name__)
     need("joint", rank is None or rank >= 1, "rank >= 1", rank, "None is exact.")
     graph, state = nnx.split(model)
     found = []
     for inputs in map(arguments, (x,) if targets is None else (x, targets)):
         check_certain("joint", inputs)
-        check_inputs(inputs, 1, model.structure)
+        check_inputs(inputs, model.structure)
         known = Static(options)
         output = jax.eval_shape(partial(at_means, graph, known=known), state, inputs)
         weights = sum(math.prod(belief.shape) for belief in model.owned.values())
@@ -93,7 +92,7 @@ def _factor(
 
     def output(means: Any, one: Any) -> Array:
         filled = mean_params([means.get(i, x) for i, x in enumerate(leaves)])
-        return fn(jax.tree.unflatten(tree, filled), *(with_batch(x, 1) for x in one)).ravel()
+        return fn(jax.tree.unflatten(tree, filled), *(with_batch(x) for x in one)).ravel()
 
     def rows(one: Any) -> tuple[Array, Array]:
         mean, pull = jax.vjp(lambda at: output(at, one), means)

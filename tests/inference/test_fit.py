@@ -267,10 +267,9 @@ BAD = [
     ({"network": np.tanh}, TypeError, "Flax module"),
     ({"network": None}, TypeError, "Flax module. Got NoneType"),
     ({"network": nnx.Dropout(0, deterministic=True), "data": (X, X)}, ValueError, "with parameters"),
-    ({**OWN, "structure": mj.Full}, ValueError, "as it is.*Got batch_axes=1, structure"),
+    ({**OWN, "structure": mj.Full}, ValueError, "as it is. Got structure"),
     ({**OWN, "likelihood": CATEGORICAL}, ValueError, "own likelihood"),
     ({**OWN, "likelihood": mj.Gaussian(1.0)}, ValueError, "own likelihood"),
-    ({"network": mj.Bayesian(linear(), GAUSSIAN, batch_axes=2)}, ValueError, "batch_axes=2"),
 ]  # fmt: skip
 
 
