@@ -28,6 +28,7 @@ from jax import Array
 
 import moment_jax as mj
 from experiments import data, figures, networks, predictions
+from experiments.agreement import Agreement
 from experiments.checkpoints import run_folder
 from experiments.command_line import InputError, Parser
 from experiments.data import Digits, Images
@@ -259,8 +260,7 @@ def _compare(digits: Digits, results: Results) -> dict[str, Any]:
     """Scores, how the analytic logits agree with sampled ones, and labels predicted together."""
     _, plains, analytic, independent, samples = results["test"].values()
     logits, independents = (
-        mj.reference.Agreement.of(*one[1:3], *samples[1:3])._asdict()
-        for one in (analytic, independent)
+        Agreement.of(*one[1:3], *samples[1:3])._asdict() for one in (analytic, independent)
     )
     scores = {
         of: {name: one.scores(part.labels) for name, one in results[of].items()}
