@@ -13,7 +13,7 @@ from flax import linen, nnx
 
 from moment_jax.covariance import Covariance
 from moment_jax.inference import data as checks
-from moment_jax.inference.elbo import ELBO_STEPS, Course, by_elbo
+from moment_jax.inference.elbo import ELBO_RATE, ELBO_STEPS, Course, by_elbo
 from moment_jax.inference.evidence import (
     EVIDENCE_RATE,
     EVIDENCE_STEPS,
@@ -156,7 +156,11 @@ def fit(
     if shown:
         print(f"fit: objective={objective!r}, for {reason}", file=sys.stderr)
     if isinstance(network, Bayesian) and network.kind is not None:
-        likelihood = _own_likelihood(network, likelihood)
+        mend = "To train with another, use a mj.Bayesian without a likelihood."
+        rule = "None as the likelihood, for a Bayesian's own"
+        checks.need("fit", likelihood is None, rule, repr(likelihood), mend)
+        learned = isinstance(network.noise, likelihoods.LogNoise)
+        likelihood = Gaussian() if learned else network.likelihood
     else:
         checks.likelihood("fit", likelihood)
     if isinstance(network, Bayesian):
@@ -188,8 +192,8 @@ def fit(
                 x.set_value(jnp.asarray(anew(rng, np.asarray(x[...])), x.dtype))
             trained, done = by_elbo(
                 start, network if isinstance(network, Bayesian) else None, likelihood, inputs,
-                targets, shape, course, seed=seed + member, learning_rate=learning_rate,
-                certain=objective == "plain", **own,
+                targets, shape, course, seed=seed + member, learning_rate=learning_rate or ELBO_RATE,
+                certain=objective == "plain", own=own,
             )  # fmt: skip
             course.close()
             models.append(trained)
@@ -236,20 +240,3 @@ def _chosen(
     right = other != "plain" or not (odd or trained)
     need(right, "no belief for plain networks", ", ".join(odd) or "a Bayesian", 'Give "elbo".')
     return other, against
-
-
-def _own_likelihood(model: Bayesian, likelihood: Any) -> Any:
-    """The likelihood of a `Bayesian`, which the given one has to be."""
-    own = Gaussian() if isinstance(model.noise, likelihoods.LogNoise) else model.likelihood
-    flat: Any = map(jax.tree.flatten, (own, own if likelihood is None else likelihood))
-    (one, kind), (other, same) = flat
-    if (
-        not isinstance(own, likelihoods.LIKELIHOODS)
-        or kind != same
-        or not all(map(np.allclose, one, other))
-    ):
-        raise ValueError(
-            "`fit` trains a Bayesian with its own likelihood: mj.Categorical, mj.Bernoulli or "
-            f"mj.Gaussian. Got {likelihood!r}, and {own} of the model. Give None for its own."
-        )
-    return own
