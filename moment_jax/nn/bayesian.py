@@ -13,7 +13,7 @@ from moment_jax.covariance import STRUCTURES, Covariance, Moments, Separable
 from moment_jax.covariance.fields import known_values, need
 from moment_jax.covariance.token_gram import num_landmarks
 from moment_jax.nn import likelihood as likelihoods
-from moment_jax.nn.belief import Belief, Family, Path, begun, changed, joined, placed, priors
+from moment_jax.nn.belief import Belief, Path, begun, changed, joined, placed, priors
 from moment_jax.nn.check import Check, checked, spread_factors
 from moment_jax.nn.inputs import arguments, check_inputs, check_key
 from moment_jax.nn.modules import Module, as_given, as_nnx, is_floating
@@ -37,7 +37,7 @@ class Bayesian(Module):
 
     Assumes that weight arrays are independent of each other. Raises a TypeError or ValueError for a
     network without parameters or in training mode, a filter that selects nothing, beliefs or priors of
-    another tree or shape, prior variances that are not positive, or a family that does not fit an array.
+    another tree or shape, or prior variances that are not positive.
 
     Args:
       network: a Flax NNX module, or a linen module bound to its variables, `module.bind(variables)`; in
@@ -49,9 +49,8 @@ class Bayesian(Module):
       random: an NNX filter of the weights that are random, such as `nnx.PathContains("head")`. The
         others stay `nnx.Param`: certain, and trained like the rest. What does not depend on random
         weights is computed at the plain network's price.
-      family: of the beliefs, a class of `mj.posterior`, or a function of the path that returns one.
-        Arrays of more than two axes are matrices to families of matrices, cut as (in, out); vectors are
-        `Factorized` to them.
+      family: of the beliefs, a class of `mj.posterior`. Arrays of more than two axes are matrices to
+        families of matrices, cut as (in, out); vectors are `Factorized` to them.
       relative_scale: initial standard deviation of a weight, over the root mean square of its array,
         which counts as at least .1.
       prior: None for N(0, prior_scale^2) of every weight. "network" for the weights that came in as
@@ -86,7 +85,7 @@ class Bayesian(Module):
 
     def __init__(
         self, network: nnx.Module | linen.Module, likelihood: Any = None, *, beliefs: Any = None,
-        random: Any = nnx.Param, family: Family = Factorized, relative_scale: float = 0.1,
+        random: Any = nnx.Param, family: type[Posterior] = Factorized, relative_scale: float = 0.1,
         prior: Any = None, prior_scale: float = 1.0, learn_prior: bool = False,
         structure: type[Covariance] = Separable, landmarks: int | None = None,
         linearised: bool = False, output: Callable[[Any], Any] | None = None, verify: bool = True,

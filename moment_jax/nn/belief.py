@@ -1,7 +1,6 @@
 """A Gaussian belief about one weight array, and the first ones about all arrays of a network."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,7 +29,6 @@ NAMES = ", ".join(family.__name__ for family in FAMILIES)
 OF_MATRICES = families.OutputShared, families.KroneckerEigen
 ARRAYS = jax.Array, np.ndarray
 Path = tuple[Any, ...]
-Family = type[Posterior] | Callable[[Path], type[Posterior]]
 
 
 class VariationalMean(nnx.Param):
@@ -179,19 +177,18 @@ def _spread(name: str, raw: Array) -> Array:
     return factor @ factor.T
 
 
-def begun(arrays: dict[Path, Array], family: Family, relative_scale: float) -> dict[Path, Belief]:
-    """The first belief about each array, its mean; `Factorized` of vectors."""
+def begun(
+    arrays: dict[Path, Array], family: type[Posterior], relative_scale: float
+) -> dict[Path, Belief]:
+    """The first belief about each array, its mean; `Factorized` of vectors to families of matrices."""
     need("mj.Bayesian", 0 < relative_scale < np.inf, "relative_scale > 0", relative_scale)
-    found, rule = {}, f"a posterior family, one of {NAMES}"
+    rule = f"a posterior family, one of {NAMES}"
+    need("family", family in FAMILIES, rule, repr(family), error=TypeError)
+    found = {}
     for path, value in arrays.items():
-        kind: Any = family if isinstance(family, type) else family(path)
-        need("family", kind in FAMILIES, rule, repr(kind), error=TypeError)
         matrix = matrix_shape(str(path[-1]), tuple(value.shape))
-        if kind in OF_MATRICES and matrix[1] == 1:
-            came = f"{kind.__name__}, a family of matrices, for the vector {joined(path)}"
-            right, mend = isinstance(family, type), "Return Factorized for it."
-            need("family", right, "to fit every array", came, mend)
-            kind = families.Factorized
+        vector = family in OF_MATRICES and matrix[1] == 1
+        kind = families.Factorized if vector else family
         found[path] = Belief(_first(kind, matrix, value, relative_scale))
     return found
 

@@ -284,7 +284,6 @@ WRONG = [
      ValueError, r"head/bias \(2,\).*\(5, 3\)"),
     (lambda: mj.Bayesian(net(), beliefs={}), ValueError, "one array at least"),
     (lambda: mj.Bayesian(net(), family=mj.posterior.Posterior), TypeError, "posterior family"),
-    (lambda: mj.Bayesian(net(), family=lambda _: mj.posterior.KroneckerEigen), ValueError, "vector"),
     (lambda: mj.Bayesian(net(), relative_scale=0), ValueError, "relative_scale > 0"),
     (lambda: mj.Bayesian(net(), structure="Full"), TypeError, "mj.Separable"),
     (lambda: mj.Bayesian(net())(), ValueError, "the inputs of its network. Got none"),
