@@ -216,8 +216,7 @@ class Transformer(Module):
     """An encoder of the source and a decoder of the target, between your own embeddings and head.
 
     Args (the others are those of `Encoder`, and the same for the decoder):
-      num_encoder_blocks: blocks of the encoder.
-      num_decoder_blocks: blocks of the decoder; as many as the encoder has where None.
+      num_blocks: of the encoder, and of the decoder.
 
     >>> model = Transformer(4, 2, 1, hidden_features=4, rngs=nnx.Rngs(0))
     >>> model(jnp.ones((2, 5, 4)), jnp.ones((2, 3, 4)), mask=jnp.tril(jnp.ones((3, 3), bool))).shape
@@ -225,12 +224,10 @@ class Transformer(Module):
     """
 
     def __init__(
-        self, num_features: int, num_heads: int, num_encoder_blocks: int,
-        num_decoder_blocks: int | None = None, *, rngs: nnx.Rngs, **options: Any,
-    ) -> None:  # fmt: skip
-        self.encoder = Encoder(num_encoder_blocks, num_features, num_heads, rngs=rngs, **options)
-        count = num_encoder_blocks if num_decoder_blocks is None else num_decoder_blocks
-        self.decoder = Decoder(count, num_features, num_heads, rngs=rngs, **options)
+        self, num_features: int, num_heads: int, num_blocks: int, *, rngs: nnx.Rngs, **options: Any
+    ) -> None:
+        self.encoder = Encoder(num_blocks, num_features, num_heads, rngs=rngs, **options)
+        self.decoder = Decoder(num_blocks, num_features, num_heads, rngs=rngs, **options)
 
     def __call__(
         self, source: Array, target: Array, source_mask: Array | None = None,
