@@ -94,11 +94,9 @@ def fit(
     Args:
       network: a Flax network in inference mode, with outputs (N, ..., C), which is not changed; or a
         `mj.Bayesian`, which is trained in place, as it is: nothing is standardised.
-      likelihood: `mj.Categorical()`, `mj.Bernoulli()`, `mj.Gaussian()` to learn the noise of each
-        output, `mj.Gaussian(noise_variance)`, a number, or `mj.HeteroscedasticGaussian()` for
-        a network of 2 D outputs, D means and D log noise variances. Of a `Bayesian` None, for its own.
-      data: inputs, an array (N, ...) or a tuple of them, and targets: (N, ...) integers from 0 for
-        Categorical, else numbers in the shape of the outputs, or of the means.
+      likelihood: as in `mj.calibrate`, or `mj.HeteroscedasticGaussian()` for a network of 2 D outputs, D
+        means and D log noise variances. Of a `Bayesian` that has one None.
+      data: inputs and targets, as `held_out` of `mj.calibrate`.
       objective: "evidence", "elbo", "plain" or None: the evidence for a Gaussian likelihood of either
         kind, a plain network of at most 5,000 weights and none of the ELBO's own options below; else the
         ELBO, or plain networks for several members. The receipt says which, and so does a line on stderr
@@ -119,12 +117,12 @@ def fit(
         its array; None for .05.
       prior: the ELBO's: as in `mj.Bayesian`, with a factor for each array that is learned; a tree or a
         Bayesian only where columns are not standardised.
-      prior_scale: the ELBO's: as in `mj.Bayesian`; None for 1.
-      structure: the ELBO's: of the covariances; None for `mj.Separable`.
+      prior_scale: the ELBO's: as in `mj.Bayesian`.
+      structure: the ELBO's: as in `mj.Bayesian`.
       seed: of the held-out split, the batches and the members' starts.
-      progress: show a bar (tqdm, on stderr); None means if stderr is a terminal.
+      progress: as in `mj.calibrate`.
+      output: of a plain network, see `mj.Bayesian`.
       receipt: also return a `FitReceipt`: the history, whether it converged, which objective and why.
-      output: picks the one array out of what a plain network returns, see `mj.Bayesian`.
 
     Returns:
       A `mj.Bayesian`, or a `mj.nn.Mixture` of several members: `model.predict(x)`,

@@ -57,15 +57,12 @@ def laplace(
 
     Args:
       network: as in `mj.calibrate`, each of its outputs observed. It is not changed.
-      likelihood: `mj.Categorical()`, `mj.Bernoulli()` or `mj.Gaussian(noise_variance)`, a number;
-        `mj.Gaussian()` to estimate the noise by the evidence, for each output in proportion to its
-        residuals.
-      data: inputs, an array (N, ...) or a tuple of them, and targets: (N, ...) integers for
-        Categorical, else the outputs' shape; from 0 to 1 for Bernoulli.
-      held_out: as `data`, but not trained on: selects from a grid from 1e-2 to 1e6, two per decade, the
+      likelihood: as in `mj.calibrate`; `mj.Gaussian()` to estimate the noise by the evidence, for each
+        output in proportion to its residuals.
+      data: inputs and targets, as `held_out` of `mj.calibrate`.
+      held_out: likewise, but not trained on: selects from a grid from 1e-2 to 1e6, two per decade, the
         precision with the highest predictive log density of the linearised network.
-      random: an NNX filter of the random weights, such as `nnx.PathContains("head")`; the others are
-        certain.
+      random: as in `mj.calibrate`.
       kind: "kfac" takes, for an array as a matrix (in, out), the eigenbases of the two partial traces of
         its GGN, and the GGN's diagonal there; vectors, biases and gains keep their whole covariance, and
         matrices with more than 4,096 rows or columns only variances. "diagonal": variances alone.

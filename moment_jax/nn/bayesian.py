@@ -297,7 +297,7 @@ class Bayesian(Module):
           key: a JAX random key; None for a fixed one.
           samples: number of networks drawn, 2 or more.
           y: targets as for `elbo`, for the `claim` of the check.
-          progress: show a bar (tqdm, on stderr); None means if stderr is a terminal.
+          progress: as in `mj.calibrate`.
         """
         if y is not None:
             self._needs_likelihood("check")
