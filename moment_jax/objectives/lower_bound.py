@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax import linalg
 from moment_jax.covariance.fields import check_array, known_values, need
 from moment_jax.expectations.quadrature import expected
 from moment_jax.objectives import checks, cubature, likelihoods, predictive
@@ -23,8 +22,7 @@ def expected_log_likelihood(
     By Jensen's inequality it is never above the score log E[p(target | f)], the `log_prob` of a
     prediction.
 
-    Gaussian: closed form, log N(y; mean, N) - tr(N^-1 cov) / 2. Covariances between outputs
-    matter only where the noise N is correlated.
+    Gaussian: closed form, log N(y; mean, N) - tr(N^-1 cov) / 2, N the noise's diagonal covariance.
 
     HeteroscedasticGaussian: closed form. With c the covariance of the mean output mu and the log
     variance g, E[exp(-g) (y - mu)^2] = exp(-E g + Var g / 2) ((y - E mu + c)^2 + Var mu).
@@ -73,12 +71,9 @@ def expected_log_likelihood(
         mean, cov = cubature.wide(mean, cov)
         relative = mean - checks.of_label(mean, label)  # avoids cancellation between large numbers
         return -cubature.expected_logsumexp(relative, cov, num_points)
-    if isinstance(likelihood, likelihoods.Bernoulli):
-        return _bernoulli(target, mean, cov)
-    raise TypeError(
-        f"`{_NAME}` needs Gaussian, HeteroscedasticGaussian, Bernoulli or Categorical. Got "
-        f"{type(likelihood).__name__}."
-    )
+    rule, came = "one of `mj.objectives.Likelihood`", type(likelihood).__name__
+    need(_NAME, isinstance(likelihood, likelihoods.Bernoulli), rule, came, error=TypeError)
+    return _bernoulli(target, mean, cov)
 
 
 def _check_target(target: Array, mean: Array) -> None:
@@ -93,13 +88,8 @@ def _gaussian(likelihood: likelihoods.Gaussian, target: Array, mean: Array, cov:
     noise = likelihoods.noise_array(_NAME, likelihood, mean)
     residual = jnp.atleast_2d(target - mean)
     fit = jnp.sum(jax.vmap(predictive.log_normal, (0, None))(residual, noise))
-    if noise.ndim == 1:
-        variance = jnp.atleast_2d(checks.variance_of(mean, cov))
-        return fit - jnp.sum(variance / noise[None]) / 2
-    root = linalg.inverse_root(noise)
-    precision = linalg.dot(root.T, root)
-    axes = "...de,de->" if cov.ndim > mean.ndim else "...d,dd->"
-    return fit - jnp.einsum(axes, cov, precision) / 2
+    variance = jnp.atleast_2d(checks.variance_of(mean, cov))
+    return fit - jnp.sum(variance / noise[None]) / 2
 
 
 def _heteroscedastic(target: Array, mean: Array, cov: Array) -> Array:
