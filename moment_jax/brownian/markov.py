@@ -208,10 +208,8 @@ def diffusion_map(
     values, vectors = linalg.eigh(symmetric)
     order = jnp.argsort(-jnp.abs(values))[1 : count + 1]
     values, vectors = values[order], vectors[:, order]
-    # The sign of lambda^time is defined for integer times only.
-    scale = jnp.abs(values) ** time
-    scale = scale * jnp.sign(values) ** int(time) if float(time).is_integer() else scale
-    coordinates = vectors * scale[None, :] / jnp.sqrt(law)[:, None]
+    # The kernel is positive definite: only rounding makes an eigenvalue negative.
+    coordinates = vectors * (jnp.abs(values) ** time)[None, :] / jnp.sqrt(law)[:, None]
     return DiffusionMap(coordinates, values, law)
 
 

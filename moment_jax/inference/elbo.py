@@ -221,10 +221,7 @@ def _as_it_is(model: Bayesian, options: dict[str, Any], columns: list[Any]) -> B
 
 def _divided(data: Data, share: float, seed: int) -> tuple[Data, Data | None]:
     """Split the data at random into training and held-out data."""
-    if not 0 <= share < 1:
-        raise ValueError(
-            f"`fit` needs held_out as data, or a share from 0 to below 1. Got {share}."
-        )
+    checks.need("fit", 0 <= share < 1, "held_out as data, or a share from 0 to below 1", share)
     held = round(share * len(data[1]))
     if held < FEWEST_HELD_OUT:
         return data, None

@@ -13,8 +13,8 @@ from flax import linen, nnx
 from moment_jax.inference import data as checks
 from moment_jax.inference.curvature import Arrays, Curvature, Frame, by_path, check_network
 from moment_jax.nn.bayesian import Bayesian
-from moment_jax.nn.belief import joined, matrix_shape, priors
-from moment_jax.nn.modules import as_nnx, is_floating
+from moment_jax.nn.belief import joined, matrix_shape, priors, selected
+from moment_jax.nn.modules import FLOATING, as_nnx
 from moment_jax.nn.static import Static
 from moment_jax.objectives import Categorical, Gaussian, HeteroscedasticGaussian
 from moment_jax.posterior import Factorized, FullNormal, KroneckerEigen, Posterior
@@ -101,12 +101,11 @@ def laplace(
     checks.need("laplace", held_out is None or not other, rule, "both", "Leave one out.")
     checks.positive("laplace", prior_precision=prior_precision, batch_size=batch_size)
     plain = as_nnx(network, output)
-    split: Any = nnx.split(plain, nnx.All(nnx.Param, random, lambda _, x: is_floating(x)), ...)
+    selected("laplace", plain, random)  # or raise
+    split: Any = nnx.split(plain, nnx.All(FLOATING, random), ...)
     graph, *state = split
     frame, known = (*state, np.ones(1)), by_path(state[0])
     arrays = {path: x[...] for path, x in nnx.to_flat_state(nnx.state(plain, nnx.Param))}
-    came, mend = ", ".join(map(joined, arrays)), "Give a filter such as nnx.PathContains('head')."
-    checks.need("laplace", known, "weights that `random` selects", f"none of {came}", mend)
     centre = {joined(path): x for path, x in priors("laplace", prior, 1.0, arrays).items()}
     inputs, targets, shape = checks.data("laplace", plain, likelihood, data)
     held = None

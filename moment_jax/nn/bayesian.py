@@ -13,10 +13,10 @@ from moment_jax.covariance import STRUCTURES, Covariance, Moments, Separable
 from moment_jax.covariance.fields import known_values, need
 from moment_jax.covariance.token_gram import num_landmarks
 from moment_jax.nn import likelihood as likelihoods
-from moment_jax.nn.belief import Belief, Path, begun, changed, joined, placed, priors
-from moment_jax.nn.check import Check, checked, spread_factors
+from moment_jax.nn.belief import Belief, Path, begun, changed, placed, priors, selected
+from moment_jax.nn.check import Check, beside_sampled, checked
 from moment_jax.nn.inputs import arguments, check_inputs, check_key
-from moment_jax.nn.modules import Module, as_given, as_nnx, is_floating
+from moment_jax.nn.modules import Module, as_given, as_nnx
 from moment_jax.nn.prediction import compiled_pass, explained, predicted
 from moment_jax.nn.static import Static
 from moment_jax.objectives.predictive import averaged
@@ -105,12 +105,7 @@ class Bayesian(Module):
         arrays = {path: variable[...] for path, variable in known.items()}
         weights: dict[Path, Any] = {path: variable.copy() for path, variable in known.items()}
         if beliefs is None:
-            chosen = dict(nnx.to_flat_state(nnx.state(network, nnx.All(nnx.Param, random))))
-            chosen = {path: v[...] for path, v in chosen.items() if is_floating(v[...])}
-            came = f"none of {', '.join(map(joined, known))}"
-            mend = "Give a filter such as nnx.PathContains('head')."
-            need("mj.Bayesian", chosen, "weights that `random` selects", came, mend)
-            weights |= begun(chosen, family, relative_scale)
+            weights |= begun(selected("mj.Bayesian", network, random), family, relative_scale)
         else:
             for path, x in placed(beliefs, arrays).items():
                 if isinstance(x, Belief):
@@ -309,13 +304,20 @@ class Bayesian(Module):
     ) -> Self:  # fmt: skip
         """A copy whose pass has the spread of sampled networks: a factor for each feature of the output.
 
-        It is the mean ratio of sds on this input, so give a few dozen examples. For `Diagonal`, which
+        It is the mean ratio of sds on this input, so give a few dozen examples; of features that do not
+        vary the others' mean. For `Diagonal`, which
         takes tokens as independent: their mean then has a fifth of its sd, and the factors mend most of
         that. They hold for these beliefs: `scaled` and `replace` forget them, and a gradient by the
         beliefs raises, so correct after training. Arguments are those of `check`.
         """
-        found = spread_factors(self, x, key, samples, progress, options)
-        before = self.spread.get_value()
+        given, known = (arguments(x), key, samples, progress), Static(options)
+        (moments, _), ((_, sampled, _), _) = beside_sampled(self, "corrected", *given, known)
+        sd, sampled = (x[..., None] if x.ndim == 1 else x for x in (moments.sd, sampled))
+        varies = (sd > 0) & (sampled > 0)
+        need("corrected", jnp.any(varies), "an output that varies", "variances of zero")
+        ratio = jnp.where(varies, sampled / jnp.where(varies, sd, 1), jnp.nan)
+        each = jnp.nanmean(ratio, axis=tuple(range(sd.ndim - 1)))  # of features, (C,)
+        found, before = jnp.where(jnp.isnan(each), jnp.nanmean(each), each), self.spread.get_value()
         copy = nnx.clone(self)
         copy.spread = nnx.Variable(found if before is None else found * before)
         return copy

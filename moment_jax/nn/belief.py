@@ -12,7 +12,7 @@ from jax import Array
 
 from moment_jax import posterior as families
 from moment_jax.covariance.fields import known_values, need
-from moment_jax.nn.modules import Module
+from moment_jax.nn.modules import FLOATING, Module
 from moment_jax.posterior import GaussianPrior, Posterior
 from moment_jax.xla import diagonal_matrix, diagonal_of, inlined
 
@@ -175,6 +175,15 @@ def _spread(name: str, raw: Array) -> Array:
         return jnp.linalg.qr(raw)[0]
     factor = jnp.tril(raw, -1) + diagonal_matrix(jax.nn.softplus(diagonal_of(raw)))
     return factor @ factor.T
+
+
+def selected(call: str, network: nnx.Module, random: Any) -> dict[Path, Array]:
+    """The real arrays that an NNX filter selects, by path; raises if there is none."""
+    params = dict(nnx.to_flat_state(nnx.state(network, nnx.Param)))
+    chosen = nnx.to_flat_state(nnx.state(network, nnx.All(FLOATING, random)))
+    came, mend = ", ".join(map(joined, params)), "Give a filter such as nnx.PathContains('head')."
+    need(call, chosen, "weights that `random` selects", f"none of {came}", mend)
+    return {path: x[...] for path, x in chosen}
 
 
 def begun(

@@ -119,23 +119,6 @@ def checked(
     )  # fmt: skip
 
 
-def spread_factors(
-    model: Any, x: Any, key: Array | None, samples: int, progress: bool | None,
-    options: dict[str, Any],
-) -> Array:  # fmt: skip
-    """Factors (C,) from the sds of a pass to sampled ones; their mean where none is known."""
-    inputs, known = arguments(x), Static(options)
-    (moments, _), ((_, sampled, _), _) = beside_sampled(
-        model, "corrected", inputs, key, samples, progress, known
-    )
-    sd, sampled = (x[..., None] if x.ndim == 1 else x for x in (moments.sd, sampled))
-    varies = (sd > 0) & (sampled > 0)
-    need("corrected", jnp.any(varies), "an output that varies", "variances of zero")
-    ratio = jnp.where(varies, sampled / jnp.where(varies, sd, 1), jnp.nan)
-    each = jnp.nanmean(ratio, axis=tuple(range(sd.ndim - 1)))
-    return jnp.where(jnp.isnan(each), jnp.nanmean(each), each)
-
-
 def beside_sampled(
     model: Any, caller: str, inputs: Any, key: Array | None, samples: int, progress: bool | None,
     known: Static, y: Any = None,

@@ -308,9 +308,11 @@ class Patches:
 
     def __call__(self, images: Array) -> Array:
         """(..., height, width[, channels]) -> (..., tokens, size * size * channels)."""
-        right, came = hasattr(images, "ndim"), getattr(images, "shape", type(images).__name__)
-        rule = "images (..., height, width[, channels]) as an array"
-        need("Patches", right and images.ndim >= 2, rule, came, "Use jnp.asarray(images).")
+        rule, mend = (
+            "images as an array (..., height, width[, channels])",
+            "Use jnp.asarray(images).",
+        )
+        need("Patches", getattr(images, "ndim", 0) >= 2, rule, jnp.shape(images), mend)
         if not jnp.issubdtype(images.dtype, jnp.floating):
             images = images.astype(jnp.float32)
         if self.channels == 1 and (images.ndim < 3 or images.shape[-1] != 1):
