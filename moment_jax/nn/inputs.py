@@ -34,10 +34,8 @@ def check_inputs(inputs: tuple[Any, ...], structure: type[Covariance]) -> None:
         right = not isinstance(x, np.ndarray) or x.dtype.kind not in "OSUM"
         mend = "Encode categories and text."
         need("mj.Bayesian", right, "arrays of numbers", getattr(x, "dtype", ""), mend, TypeError)
-        rule, mend = (
-            "arrays of an example or more, with a batch axis",
-            "For one input, use x[None].",
-        )
+        rule = "arrays of an example or more, with a batch axis"
+        mend = "For one input, use x[None]."
         need("mj.Bayesian", x.ndim and len(x), rule, tuple(x.shape), mend)
         if cov is not None:
             width = (1, *x.shape[1:])[-1]

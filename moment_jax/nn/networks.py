@@ -308,10 +308,8 @@ class Patches:
 
     def __call__(self, images: Array) -> Array:
         """(..., height, width[, channels]) -> (..., tokens, size * size * channels)."""
-        rule, mend = (
-            "images as an array (..., height, width[, channels])",
-            "Use jnp.asarray(images).",
-        )
+        rule = "images as an array (..., height, width[, channels])"
+        mend = "Use jnp.asarray(images)."
         need("Patches", getattr(images, "ndim", 0) >= 2, rule, jnp.shape(images), mend)
         if not jnp.issubdtype(images.dtype, jnp.floating):
             images = images.astype(jnp.float32)
