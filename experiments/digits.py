@@ -28,6 +28,7 @@ from jax import Array
 
 import moment_jax as mj
 from experiments import data, figures, networks, predictions
+from experiments.agreement import Agreement
 from experiments.checkpoints import run_folder
 from experiments.command_line import InputError, Parser
 from experiments.data import Digits, Images
@@ -164,7 +165,7 @@ def _plain(args: argparse.Namespace, digits: Digits) -> Task:
 
     def validate(network: Any, given: Given) -> Array:
         images, labels = (jnp.asarray(part) for part in given[1].validation)
-        return mj.objectives.negative_log_likelihood(jax.nn.softmax(network(images)), labels)
+        return optax.softmax_cross_entropy_with_integer_labels(network(images), labels).mean()
 
     optimizer = clipped_adam(PLAIN_RATE, args.plain_steps, norm=1.0, weight_decay=WEIGHT_DECAY)
     settings = {"batch_size": size}
@@ -259,8 +260,7 @@ def _compare(digits: Digits, results: Results) -> dict[str, Any]:
     """Scores, how the analytic logits agree with sampled ones, and labels predicted together."""
     _, plains, analytic, independent, samples = results["test"].values()
     logits, independents = (
-        mj.reference.Agreement.of(*one[1:3], *samples[1:3])._asdict()
-        for one in (analytic, independent)
+        Agreement.of(*one[1:3], *samples[1:3])._asdict() for one in (analytic, independent)
     )
     scores = {
         of: {name: one.scores(part.labels) for name, one in results[of].items()}

@@ -193,7 +193,7 @@ class Scores(NamedTuple):
 
     def summary(self) -> dict[str, float]:
         """The entry of metrics.json."""
-        usage = mj.discrete.code_usage(jnp.asarray(self.codes), self.num_codes)
+        usage = np.bincount(self.codes.ravel(), minlength=self.num_codes)
         return {
             "negative_elbo": float(self.total.mean()),
             "standard_error": float(stats.sem(self.total)),
@@ -201,7 +201,7 @@ class Scores(NamedTuple):
             "code_kl": float(self.code_kl.mean()),
             "num_codes": self.num_codes,
             "codes_per_image": self.codes.shape[1],
-            "perplexity": float(mj.discrete.perplexity(jnp.log(usage))),
+            "perplexity": float(np.exp(stats.entropy(usage))),
         }
 
 

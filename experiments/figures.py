@@ -10,8 +10,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-import moment_jax as mj
 from experiments import predictions
+from experiments.agreement import Agreement
 from experiments.data import Images
 from experiments.outputs import duration, whole_file
 from experiments.predictions import Prediction
@@ -101,7 +101,7 @@ def spread(analytic: Prediction, independent: Prediction, samples: Prediction) -
         "the same, tokens independent": (independent, PLAIN),
     }
     for name, (one, colour) in reversed(named.items()):
-        ratio = mj.reference.Agreement.of(*one[1:3], *samples[1:3]).sd_ratio
+        ratio = Agreement.of(*one[1:3], *samples[1:3]).sd_ratio
         label = f"{name}: {ratio:.2f} of the sampled sd"
         axes.plot(x, one.logit_sd.ravel(), "o", color=colour, label=label, **points)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), markerscale=2)

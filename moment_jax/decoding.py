@@ -87,10 +87,8 @@ def sample(
 
 def _moments(model: Any, ids: Array) -> tuple[Array, Any]:
     """Mean and covariance of the logits (T, V) of one sequence."""
-    axes = getattr(model, "batch_axes", None)  # of an `mj.Bayesian`, which takes a batch
-    if axes is not None:
-        found = model(ids.reshape((1,) * axes + ids.shape))
-        mean, cov = jax.tree.map(lambda x: x[(0,) * axes], found)
+    if hasattr(model, "beliefs"):  # an `mj.Bayesian`, which takes a batch
+        mean, cov = jax.tree.map(lambda x: x[0], model(ids[None]))
         return mean, cov
     found = model(ids)
     return found if isinstance(found, tuple) else (found, jnp.zeros_like(found))

@@ -1,4 +1,4 @@
-"""Categorical variables: Gumbel-max and Gumbel-softmax, entropy and KL, codes with random logits.
+"""Categorical variables: Gumbel-max and Gumbel-softmax, their KL, codes with random logits.
 
 Pure functions on log-probabilities (..., K), normalised or not; -inf is a category that cannot occur,
 whose derivatives are zero. A row of -inf is no distribution: it gives zeros (and log-probabilities of
@@ -16,8 +16,8 @@ from moment_jax.covariance.fields import need
 from moment_jax.layers import softmax
 
 __all__ = [
-    "categorical_entropy", "categorical_kl", "code_usage", "gumbel_max", "gumbel_softmax",
-    "log_category_probabilities", "log_probabilities", "perplexity",
+    "categorical_kl", "gumbel_max", "gumbel_softmax", "log_category_probabilities",
+    "log_probabilities",
 ]  # fmt: skip
 
 # -- draws ---------------------------------------------------------------------------------------------
@@ -134,62 +134,21 @@ def _centred(logits: Array, possible: Array) -> Array:
     return jnp.where(possible, jnp.where(possible, logits, 0) - largest, 0)
 
 
-def categorical_kl(log_probs: Array, prior_log_probs: Array | None = None) -> Array:
-    """KL(p || prior) = sum_k p_k (log p_k - log prior_k), (...,), in nats, with 0 log 0 = 0.
+def categorical_kl(log_probs: Array) -> Array:
+    """KL(p || uniform) = sum_k p_k (log p_k + log K), (...,), in nats, with 0 log 0 = 0.
 
-    `prior_log_probs` is broadcastable to (..., K), or ValueError, normalised or not; None for the
-    uniform distribution over all K categories. The result is not negative, and inf if p_k > 0 where the
-    prior is 0. Derivatives are finite everywhere.
+    It is not negative, and its derivatives are finite everywhere.
 
     >>> round(float(categorical_kl(jnp.array([0.0, -jnp.inf]))), 6)  # log 2
     0.693147
     """
     log_probs = log_probabilities(log_probs)
-    size = log_probs.shape[-1]
-    if prior_log_probs is None:
-        prior = jnp.full((size,), -math.log(size), log_probs.dtype)
-    else:
-        prior = log_probabilities(prior_log_probs)
-        rule = f"as many categories in the prior, {size}"
-        need("categorical_kl", prior.shape[-1] == size, rule, prior.shape)
-    prior, log_probs = jnp.broadcast_arrays(prior, log_probs)
-    possible, allowed = log_probs > -jnp.inf, prior > -jnp.inf
-    both = possible & allowed
-    ratio = jnp.where(both, log_probs, 0) - jnp.where(both, prior, 0)
-    probs = jnp.where(both, jnp.exp(jnp.where(both, log_probs, 0)), 0)
+    possible = log_probs > -jnp.inf
+    ratio = jnp.where(possible, log_probs, 0) + math.log(log_probs.shape[-1])
+    probs = jnp.where(possible, jnp.exp(jnp.where(possible, log_probs, 0)), 0)
     # Rounding may leave a sum just below zero.
     total = jnp.sum(probs * ratio, axis=-1)
-    total = jnp.where(total < 0, 0, total)
-    forbidden = jnp.any(possible & ~allowed & (jnp.exp(log_probs) > 0), axis=-1)
-    return jnp.where(forbidden, jnp.inf, total)
-
-
-def categorical_entropy(log_probs: Array) -> Array:
-    """Entropy -sum_k p_k log p_k of rows (..., K), normalised or not, in nats: (...,)."""
-    log_probs = log_probabilities(log_probs)
-    possible = log_probs > -jnp.inf
-    safe = jnp.where(possible, log_probs, 0)
-    return -jnp.sum(jnp.where(possible, jnp.exp(safe) * safe, 0), axis=-1)
-
-
-def perplexity(log_probs: Array) -> Array:
-    """Exp of the entropy, (..., K) -> (...,): the effective number of categories."""
-    return jnp.exp(categorical_entropy(log_probs))
-
-
-def code_usage(codes: Array, num_codes: int) -> Array:
-    """The relative frequency of each code: (K,), summing to one; zeros if there is nothing to count.
-
-    `perplexity(jnp.log(code_usage(codes, K)))` is the effective number of codes in use. Codes are
-    integers of any shape, or TypeError; those outside 0 .. K - 1, as of an impossible row, do not count.
-    """
-    need("code_usage", num_codes >= 1, "num_codes >= 1", num_codes)
-    codes = jnp.asarray(codes)
-    right = jnp.issubdtype(codes.dtype, jnp.integer)
-    need("code_usage", right, "integer codes", codes.dtype, error=TypeError)
-    # One-hot rows ignore codes out of range; with indexing, -1 would count as the last code.
-    counts = jnp.sum(jax.nn.one_hot(codes.reshape(-1), num_codes), axis=0)
-    return counts / jnp.maximum(jnp.sum(counts), 1)
+    return jnp.where(total < 0, 0, total)
 
 
 def log_category_probabilities(mean: Array, cov: Covariance) -> Array:

@@ -15,6 +15,7 @@ import jax
 import moment_jax as mj
 from experiments.accuracy import cases, trained
 from experiments.accuracy.cases import Case
+from experiments.agreement import Agreement
 from experiments.command_line import Parser
 from experiments.outputs import write_json
 from experiments.programs import interleaved
@@ -62,7 +63,7 @@ def _measure(case: Case, args: argparse.Namespace) -> list[Record]:
     def add(name: str, output: Any, logits: Any) -> None:
         for at, moments, truth in (("", output, case.truth), (" logits", logits, case.logits)):
             if truth is not None:
-                agreement = mj.reference.Agreement.of(moments[0], moments[1], *truth)._asdict()
+                agreement = Agreement.of(moments[0], moments[1], *truth)._asdict()
                 records.append({"case": case.name + at, "structure": name, **agreement})
 
     for name in dict.fromkeys(args.structure):
@@ -91,7 +92,7 @@ def _cells(record: Record) -> list[str]:
     first = [record["case"], record["structure"]]
     if "skipped" in record:
         return [*first, record["skipped"]]
-    figures = [record[name] for name in mj.reference.Agreement._fields]
+    figures = [record[name] for name in Agreement._fields]
     return [*first, *(f"{figure:.4f}" for figure in figures), f"{record['time_ratio']:.1f}x"]
 
 

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
         for name in methods
     }
     seconds = time.perf_counter() - start
-    metrics = {"settings": vars(args), "ece_bins": scores.BINS, "methods": records}
+    metrics = {"settings": vars(args), "ece_bins": predictions.BINS, "methods": records}
     write_json(out / "metrics.json", {**metrics, "seconds": seconds})
     _print(records)
     print(f"{seconds:.0f} s in all; metrics.json in {out}")

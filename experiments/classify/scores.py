@@ -5,9 +5,7 @@ from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, softmax
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from experiments.predictions import entropy
-
-BINS = 15  # of confidence, equally wide, as `mj.objectives.expected_calibration_error` has them
+from experiments.predictions import calibration_error, entropy
 
 
 def detection(known: np.ndarray, other: np.ndarray) -> dict[str, float]:
@@ -26,10 +24,8 @@ def calibrated_ece(probabilities: np.ndarray, draws: int = 200) -> float:
     So many examples do not bring the ECE of a perfectly calibrated method to zero.
     """
     confidence = probabilities.max(axis=1)
-    bins = np.clip(np.ceil(confidence * BINS).astype(int) - 1, 0, BINS - 1)
-    hits = np.random.default_rng(0).random((draws, len(bins))) < confidence
-    gaps = (hits - confidence) @ np.eye(BINS)[bins]
-    return float(np.abs(gaps).sum(axis=1).mean() / len(bins))
+    hits = np.random.default_rng(0).random((draws, len(confidence))) < confidence
+    return float(calibration_error(confidence, hits).mean())
 
 
 def tempered(probabilities: np.ndarray, temperature: float) -> np.ndarray:

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
     metrics = {
         "settings": vars(args),
         "data": sizes,
-        "ece_bins": scores.BINS,
+        "ece_bins": predictions.BINS,
         "oos_score": "entropy of the prediction; out of scope is positive",
         "methods": records,
         "seconds": time.perf_counter() - start,

@@ -9,17 +9,11 @@ import numpy as np
 from jax import Array
 
 from moment_jax import linalg
-from moment_jax.brownian.kernels import (
-    check_points,
-    check_positive,
-    gaussian_kernel,
-    squared_distances,
-)
+from moment_jax.brownian.kernels import check_points, gaussian_kernel
 from moment_jax.covariance.fields import need
 from moment_jax.xla import inlined
 
 LONGEST = 30  # `mixing_time` gives up after 2^LONGEST steps
-NEIGHBORS = 10  # a diffusion map's default bandwidth is the median distance to the one of this rank
 # How far a row sum may be from one, by dtype: the rounding error of a sum over thousands.
 TOLERANCE = {"float64": 1e-8, "float32": 1e-4, "bfloat16": 3e-2, "float16": 3e-3}
 
@@ -177,12 +171,10 @@ class DiffusionMap(NamedTuple):
     coordinates: Array  # (T, count): eigenvalue^time times the eigenvectors 2, 3, ...
     eigenvalues: Array  # (count,), one per coordinate, by decreasing modulus
     law: Array  # the walk's stationary law, (T,), under which the eigenvectors are orthonormal
-    time: float  # the diffusion time
-    bandwidth: Array  # of the Gaussian kernel
 
 
 def diffusion_map(
-    points: Array, *, count: int = 2, time: float = 1.0, bandwidth: float | Array | None = None,
+    points: Array, *, bandwidth: float | Array, count: int = 2, time: float = 1.0,
     density_power: float = 1.0,
 ) -> DiffusionMap:  # fmt: skip
     """The diffusion map of points under the Gaussian kernel.
@@ -191,11 +183,10 @@ def diffusion_map(
 
     Args:
       points: (T, D), T at least 2.
+      bandwidth: sigma of the kernel, in the units of the points: some distance to near ones.
       count: number of coordinates, at most T - 1.
       time: diffusion time, the number of steps of the walk, not negative; larger times show coarser
         structure. 0 gives the eigenvectors themselves.
-      bandwidth: sigma of the kernel, in the units of the points; None for the median distance to the
-        tenth neighbour (or the last one).
       density_power: alpha of Coifman and Lafon: the kernel is divided by the density estimate to this
         power on both sides. 1 (Laplace-Beltrami) removes the effect of the sampling density, 0 is the
         plain walk, 1/2 Fokker-Planck.
@@ -207,12 +198,6 @@ def diffusion_map(
     rule = "two points at least, 1 <= count <= T - 1 and time >= 0"
     came = f"count={count}, T={size}, time={time}"
     need("diffusion_map", 1 <= count < size and time >= 0, rule, came)
-    if bandwidth is None:
-        rank = min(NEIGHBORS, size - 1)
-        distances = -jax.lax.top_k(-squared_distances(points, points), rank + 1)[0]
-        bandwidth = jnp.median(jnp.sqrt(distances[:, rank]))
-        what = "median distance to near points (many points coincide: pass a bandwidth)"
-        check_positive("diffusion_map", what, bandwidth)
     kernel = gaussian_kernel(points, points, bandwidth=bandwidth)
     density = jnp.sum(kernel, axis=1) ** density_power
     kernel = kernel / (density[:, None] * density[None, :])
@@ -223,11 +208,9 @@ def diffusion_map(
     values, vectors = linalg.eigh(symmetric)
     order = jnp.argsort(-jnp.abs(values))[1 : count + 1]
     values, vectors = values[order], vectors[:, order]
-    # The sign of lambda^time is defined for integer times only.
-    scale = jnp.abs(values) ** time
-    scale = scale * jnp.sign(values) ** int(time) if float(time).is_integer() else scale
-    coordinates = vectors * scale[None, :] / jnp.sqrt(law)[:, None]
-    return DiffusionMap(coordinates, values, law, time, jnp.asarray(bandwidth))
+    # The kernel is positive definite: only rounding makes an eigenvalue negative.
+    coordinates = vectors * (jnp.abs(values) ** time)[None, :] / jnp.sqrt(law)[:, None]
+    return DiffusionMap(coordinates, values, law)
 
 
 def _check_stochastic(name: str, transition: Array) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import jax
@@ -146,8 +146,6 @@ class Covariance(abc.ABC):
     pools: ClassVar[bool] = False  # whether masked tokens must be kept out of a sum: see `seen_by`
     entrywise: ClassVar[bool] = False  # whether entries have no covariance with each other
     exact: ClassVar[bool] = False  # whether every covariance is its own projection
-    # For sharding: each field's feature axis.
-    feature_axes: ClassVar[Mapping[str, int]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

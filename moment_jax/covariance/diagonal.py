@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -124,7 +123,6 @@ class Diagonal(Covariance):
     variances: Array
 
     entrywise: ClassVar[bool] = True
-    feature_axes: ClassVar[Mapping[str, int]] = {"variances": 1}
 
     def __post_init__(self) -> None:
         call = "Diagonal(variances)"

@@ -1,7 +1,6 @@
 """`Full`: the complete covariance, T^2 D^2 numbers, by the base class's textbook formulas alone."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import ClassVar, Self
 
 from jax import Array
@@ -22,7 +21,6 @@ class Full(Covariance):
 
     num_axes: ClassVar[int] = 4
     exact: ClassVar[bool] = True
-    feature_axes: ClassVar[Mapping[str, int]] = {"cov": 1}
 
     def __post_init__(self) -> None:
         fix = "For variances, use Diagonal; for a matrix, cov.reshape(T, D, T, D)."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -114,7 +113,6 @@ class Separable(Covariance):
     pool: Array
 
     pools: ClassVar[bool] = True
-    feature_axes: ClassVar[Mapping[str, int]] = {"variances": 1, "features": 0}
 
     def __post_init__(self) -> None:
         call = "Separable(variances, tokens, features, pool)"

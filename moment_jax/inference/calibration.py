@@ -13,9 +13,9 @@ from moment_jax.covariance import Covariance, Separable
 from moment_jax.inference import data as checks
 from moment_jax.inference.laplace_approximation import log_likelihood
 from moment_jax.nn.bayesian import Bayesian
-from moment_jax.nn.belief import joined
+from moment_jax.nn.belief import selected
 from moment_jax.nn.likelihood import LogNoise
-from moment_jax.nn.modules import as_nnx, is_floating
+from moment_jax.nn.modules import as_nnx
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian
 from moment_jax.posterior import Factorized
 from moment_jax.progress import tracked
@@ -84,15 +84,9 @@ def calibrate(
     checks.positive("calibrate", batch_size=batch_size)
     plain = as_nnx(network, output)
     inputs, targets, _ = checks.data("calibrate", plain, likelihood, held_out)
-    params = dict(nnx.to_flat_state(nnx.state(plain, nnx.Param)))
-    chosen = {path for path, _ in nnx.to_flat_state(nnx.state(plain, nnx.All(nnx.Param, random)))}
-    tree = {p: _noisy(x[...]) if p in chosen else x[...] for p, x in params.items()}
-    rule = "weights that `random` selects, not all of them zero"
-    came = "none of " + ", ".join(map(joined, params))
-    mend = "Give a filter such as nnx.PathContains('head')."
-    some = any(isinstance(x, Factorized) for x in tree.values())
-    checks.need("calibrate", some, rule, came, mend)
-    beliefs = nnx.traversals.unflatten_mapping(tree)
+    arrays = {path: x[...] for path, x in nnx.to_flat_state(nnx.state(plain, nnx.Param))}
+    arrays |= {path: _noisy(x) for path, x in selected("calibrate", plain, random).items()}
+    beliefs = nnx.traversals.unflatten_mapping(arrays)
     model = Bayesian(plain, likelihood, beliefs=beliefs, structure=structure, landmarks=landmarks)
     batches = [[x[i : i + batch_size] for x in inputs] for i in range(0, len(targets), batch_size)]
     outputs = np.concatenate([checks.outputs_of(plain, tuple(x)) for x in batches])
@@ -167,8 +161,8 @@ def _warn(message: str) -> None:
 
 
 def _noisy(x: Any) -> Any:
-    """A belief with the root mean square as standard deviation; zeros and integers as they are."""
-    size = jnp.mean(jnp.square(x)) if is_floating(x) else 0
+    """A belief with the root mean square as standard deviation; zeros as they are."""
+    size = jnp.mean(jnp.square(x))
     return x if size == 0 else Factorized(x, jnp.full_like(x, size))
 
 

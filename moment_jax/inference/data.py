@@ -77,11 +77,9 @@ def data(
     shape: Any = getattr(found, "shape", ())
     kind = getattr(found, "dtype", int)
     right = len(shape) >= 2 and shape[0] == 2 and jnp.issubdtype(kind, jnp.floating)
-    rule, came = (
-        "a network that returns one array of real outputs (N, ..., C)",
-        f"{found} for N = 2",
-    )
-    check(right, rule, came, "Write a module that calls it and returns such an array.", TypeError)
+    rule = "a network that returns one array of real outputs (N, ..., C)"
+    mend = "Write a module that calls it and returns such an array."
+    check(right, rule, f"{found} for N = 2", mend, TypeError)
     if isinstance(likelihood, Categorical | Bernoulli) and like is None:
         given = _probabilities(network, tuple(x[:8] for x in inputs))
         mend = "Take the softmax or the sigmoid at the network's end out."
@@ -114,9 +112,7 @@ def _outputs(graph: Static, state: Any, inputs: Inputs) -> Any:
 def _input(check: Any, x: np.ndarray, dtype: Any) -> np.ndarray:
     """Floats in this precision, integers that JAX can hold."""
     floating = jnp.issubdtype(x.dtype, jnp.floating)
-    mend = (
-        "Encode categories and missing values; for other inputs, write a module that takes arrays."
-    )
+    mend = "Encode categories and lost values; for other inputs, write a module that takes arrays."
     rule = "inputs of numbers, an array (N, ...) or a tuple of them"
     check(floating or x.dtype.kind in "iubc", rule, x.dtype, mend, TypeError)
     with np.errstate(over="ignore"):

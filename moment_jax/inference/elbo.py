@@ -15,7 +15,7 @@ from flax import nnx
 from jax import Array
 
 from moment_jax import objectives
-from moment_jax.covariance import Covariance, Diagonal
+from moment_jax.covariance import Diagonal
 from moment_jax.inference import data as checks
 from moment_jax.inference import standardised
 from moment_jax.inference.training import STEPS_AT_ONCE, Training
@@ -28,7 +28,7 @@ from moment_jax.progress import bar
 
 Data = tuple[tuple[np.ndarray, ...], np.ndarray]
 
-ELBO_STEPS = 3000
+ELBO_STEPS, ELBO_RATE = 3000, 1e-3
 TRAINED = nnx.All(nnx.Param, nnx.Not(PriorScale))  # the prior's optimum has a closed form
 ADAM = functools.cache(optax.adam)  # one object for each rate: trainings alike are compiled once
 WARM_UP = 3.0  # steps of KL warm-up, times the learning rate
@@ -66,19 +66,17 @@ class Course:
 
 def by_elbo(
     plain: nnx.Module, model: Bayesian | None, likelihood: Any, inputs: tuple[np.ndarray, ...],
-    targets: np.ndarray, shape: tuple[int, ...], course: Course, *, held_out: Any, random: Any,
-    patience: int | None, learning_rate: float | None, kl_weight: float | None,
-    relative_scale: float | None, structure: type[Covariance] | None, prior: Any,
-    prior_scale: float | None, seed: int, certain: bool,
+    targets: np.ndarray, shape: tuple[int, ...], course: Course, *, learning_rate: float, seed: int,
+    certain: bool, own: dict[str, Any],
 ) -> tuple[Bayesian, bool]:  # fmt: skip
-    """The trained model, and whether training converged; see `fit`.
+    """The trained model, and whether training converged; see `fit`, of which `own` are options.
 
     `model` is trained in place if it is given; else one is made of the plain network, which stays plain
     if it is to be `certain`: its ELBO is the log likelihood.
     """
-    held_out = 0.15 if held_out is None else held_out
-    max_steps, patience, learning_rate = course.total, patience or 6, learning_rate or 1e-3
-    kl_weight = 1.0 if kl_weight is None else kl_weight
+    options: Any = {name: value for name, value in own.items() if value is not None}
+    held_out, patience = options.pop("held_out", 0.15), options.pop("patience", 6)
+    max_steps, kl_weight = course.total, options.pop("kl_weight", 1.0)
     if isinstance(held_out, numbers.Real):
         (inputs, targets), held = _divided((inputs, targets), float(held_out), seed)
     else:
@@ -87,23 +85,19 @@ def by_elbo(
     of_targets = None
     if isinstance(likelihood, checks.REAL):
         of_targets = standardised.of_outputs(likelihood, *standardised.columns(targets))
-    given = {"random": random, "relative_scale": relative_scale, "structure": structure}
-    given |= {"prior": prior, "prior_scale": prior_scale} | (
-        {"structure": Diagonal} if certain else {}
-    )
-    options = {name: value for name, value in given.items() if value is not None}
     if model is not None:
         model = _as_it_is(model, options, of_inputs)
     else:
         if any(of_inputs) or of_targets:
             rule, came = 'prior="network" where it standardises columns', "a prior in other units"
             mend = "Standardise them, and give it a mj.Bayesian(network, likelihood, prior=...)."
-            checks.need("fit", prior is None or prior == "network", rule, came, mend)
+            checks.need("fit", options.get("prior", "network") == "network", rule, came, mend)
             plain = standardised.brought_along(
                 plain, likelihood, inputs, targets, of_inputs, of_targets
             )
             plain = standardised.Standardised(plain, of_inputs, of_targets)
-        model = Bayesian(plain, **{"relative_scale": 0.05, "learn_prior": True, **options})
+        defaults = {"relative_scale": 0.05, "learn_prior": True}
+        model = Bayesian(plain, **defaults | options | ({"structure": Diagonal} if certain else {}))
         if certain:
             model.make_certain(plain)
     if model.kind is None:
@@ -213,11 +207,8 @@ def _fit_priors(model: Bayesian) -> None:
 
 def _as_it_is(model: Bayesian, options: dict[str, Any], columns: list[Any]) -> Bayesian:
     """The model that is trained in place; warns of columns in other units."""
-    if options or model.batch_axes != 1:
-        raise ValueError(
-            f"`fit` trains a Bayesian as it is, of batch_axes=1. Got batch_axes={model.batch_axes}"
-            f"{''.join(f', {name}' for name in options)}. Set them in mj.Bayesian()."
-        )
+    rule, mend = "no options of a Bayesian, which it trains as it is", "Set them in mj.Bayesian()."
+    checks.need("fit", not options, rule, ", ".join(options), mend)
     odd = [sd for each in columns if each for sd in each[1] if not 0.1 <= sd <= 10]
     if odd:
         warnings.warn(
@@ -230,10 +221,7 @@ def _as_it_is(model: Bayesian, options: dict[str, Any], columns: list[Any]) -> B
 
 def _divided(data: Data, share: float, seed: int) -> tuple[Data, Data | None]:
     """Split the data at random into training and held-out data."""
-    if not 0 <= share < 1:
-        raise ValueError(
-            f"`fit` needs held_out as data, or a share from 0 to below 1. Got {share}."
-        )
+    checks.need("fit", 0 <= share < 1, "held_out as data, or a share from 0 to below 1", share)
     held = round(share * len(data[1]))
     if held < FEWEST_HELD_OUT:
         return data, None

@@ -13,7 +13,7 @@ from flax import linen, nnx
 
 from moment_jax.covariance import Covariance
 from moment_jax.inference import data as checks
-from moment_jax.inference.elbo import ELBO_STEPS, Course, by_elbo
+from moment_jax.inference.elbo import ELBO_RATE, ELBO_STEPS, Course, by_elbo
 from moment_jax.inference.evidence import (
     EVIDENCE_RATE,
     EVIDENCE_STEPS,
@@ -94,11 +94,9 @@ def fit(
     Args:
       network: a Flax network in inference mode, with outputs (N, ..., C), which is not changed; or a
         `mj.Bayesian`, which is trained in place, as it is: nothing is standardised.
-      likelihood: `mj.Categorical()`, `mj.Bernoulli()`, `mj.Gaussian()` to learn the noise of each
-        output, `mj.Gaussian(noise_variance)`, a number, or `mj.HeteroscedasticGaussian()` for
-        a network of 2 D outputs, D means and D log noise variances. Of a `Bayesian` None, for its own.
-      data: inputs, an array (N, ...) or a tuple of them, and targets: (N, ...) integers from 0 for
-        Categorical, else numbers in the shape of the outputs, or of the means.
+      likelihood: as in `mj.calibrate`, or `mj.HeteroscedasticGaussian()` for a network of 2 D outputs, D
+        means and D log noise variances. Of a `Bayesian` that has one None.
+      data: inputs and targets, as `held_out` of `mj.calibrate`.
       objective: "evidence", "elbo", "plain" or None: the evidence for a Gaussian likelihood of either
         kind, a plain network of at most 5,000 weights and none of the ELBO's own options below; else the
         ELBO, or plain networks for several members. The receipt says which, and so does a line on stderr
@@ -119,12 +117,12 @@ def fit(
         its array; None for .05.
       prior: the ELBO's: as in `mj.Bayesian`, with a factor for each array that is learned; a tree or a
         Bayesian only where columns are not standardised.
-      prior_scale: the ELBO's: as in `mj.Bayesian`; None for 1.
-      structure: the ELBO's: of the covariances; None for `mj.Separable`.
+      prior_scale: the ELBO's: as in `mj.Bayesian`.
+      structure: the ELBO's: as in `mj.Bayesian`.
       seed: of the held-out split, the batches and the members' starts.
-      progress: show a bar (tqdm, on stderr); None means if stderr is a terminal.
+      progress: as in `mj.calibrate`.
+      output: of a plain network, see `mj.Bayesian`.
       receipt: also return a `FitReceipt`: the history, whether it converged, which objective and why.
-      output: picks the one array out of what a plain network returns, see `mj.Bayesian`.
 
     Returns:
       A `mj.Bayesian`, or a `mj.nn.Mixture` of several members: `model.predict(x)`,
@@ -156,7 +154,11 @@ def fit(
     if shown:
         print(f"fit: objective={objective!r}, for {reason}", file=sys.stderr)
     if isinstance(network, Bayesian) and network.kind is not None:
-        likelihood = _own_likelihood(network, likelihood)
+        mend = "To train with another, use a mj.Bayesian without a likelihood."
+        rule = "None as the likelihood, for a Bayesian's own"
+        checks.need("fit", likelihood is None, rule, repr(likelihood), mend)
+        learned = isinstance(network.noise, likelihoods.LogNoise)
+        likelihood = Gaussian() if learned else network.likelihood
     else:
         checks.likelihood("fit", likelihood)
     if isinstance(network, Bayesian):
@@ -188,8 +190,8 @@ def fit(
                 x.set_value(jnp.asarray(anew(rng, np.asarray(x[...])), x.dtype))
             trained, done = by_elbo(
                 start, network if isinstance(network, Bayesian) else None, likelihood, inputs,
-                targets, shape, course, seed=seed + member, learning_rate=learning_rate,
-                certain=objective == "plain", **own,
+                targets, shape, course, seed=seed + member, learning_rate=learning_rate or ELBO_RATE,
+                certain=objective == "plain", own=own,
             )  # fmt: skip
             course.close()
             models.append(trained)
@@ -236,20 +238,3 @@ def _chosen(
     right = other != "plain" or not (odd or trained)
     need(right, "no belief for plain networks", ", ".join(odd) or "a Bayesian", 'Give "elbo".')
     return other, against
-
-
-def _own_likelihood(model: Bayesian, likelihood: Any) -> Any:
-    """The likelihood of a `Bayesian`, which the given one has to be."""
-    own = Gaussian() if isinstance(model.noise, likelihoods.LogNoise) else model.likelihood
-    flat: Any = map(jax.tree.flatten, (own, own if likelihood is None else likelihood))
-    (one, kind), (other, same) = flat
-    if (
-        not isinstance(own, likelihoods.LIKELIHOODS)
-        or kind != same
-        or not all(map(np.allclose, one, other))
-    ):
-        raise ValueError(
-            "`fit` trains a Bayesian with its own likelihood: mj.Categorical, mj.Bernoulli or "
-            f"mj.Gaussian. Got {likelihood!r}, and {own} of the model. Give None for its own."
-        )
-    return own

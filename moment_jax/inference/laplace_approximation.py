@@ -13,8 +13,8 @@ from flax import linen, nnx
 from moment_jax.inference import data as checks
 from moment_jax.inference.curvature import Arrays, Curvature, Frame, by_path, check_network
 from moment_jax.nn.bayesian import Bayesian
-from moment_jax.nn.belief import joined, matrix_shape, priors
-from moment_jax.nn.modules import as_nnx, is_floating
+from moment_jax.nn.belief import joined, matrix_shape, priors, selected
+from moment_jax.nn.modules import FLOATING, as_nnx
 from moment_jax.nn.static import Static
 from moment_jax.objectives import Categorical, Gaussian, HeteroscedasticGaussian
 from moment_jax.posterior import Factorized, FullNormal, KroneckerEigen, Posterior
@@ -57,15 +57,12 @@ def laplace(
 
     Args:
       network: as in `mj.calibrate`, each of its outputs observed. It is not changed.
-      likelihood: `mj.Categorical()`, `mj.Bernoulli()` or `mj.Gaussian(noise_variance)`, a number;
-        `mj.Gaussian()` to estimate the noise by the evidence, for each output in proportion to its
-        residuals.
-      data: inputs, an array (N, ...) or a tuple of them, and targets: (N, ...) integers for
-        Categorical, else the outputs' shape; from 0 to 1 for Bernoulli.
-      held_out: as `data`, but not trained on: selects from a grid from 1e-2 to 1e6, two per decade, the
+      likelihood: as in `mj.calibrate`; `mj.Gaussian()` to estimate the noise by the evidence, for each
+        output in proportion to its residuals.
+      data: inputs and targets, as `held_out` of `mj.calibrate`.
+      held_out: likewise, but not trained on: selects from a grid from 1e-2 to 1e6, two per decade, the
         precision with the highest predictive log density of the linearised network.
-      random: an NNX filter of the random weights, such as `nnx.PathContains("head")`; the others are
-        certain.
+      random: as in `mj.calibrate`.
       kind: "kfac" takes, for an array as a matrix (in, out), the eigenbases of the two partial traces of
         its GGN, and the GGN's diagonal there; vectors, biases and gains keep their whole covariance, and
         matrices with more than 4,096 rows or columns only variances. "diagonal": variances alone.
@@ -104,12 +101,11 @@ def laplace(
     checks.need("laplace", held_out is None or not other, rule, "both", "Leave one out.")
     checks.positive("laplace", prior_precision=prior_precision, batch_size=batch_size)
     plain = as_nnx(network, output)
-    split: Any = nnx.split(plain, nnx.All(nnx.Param, random, lambda _, x: is_floating(x)), ...)
+    selected("laplace", plain, random)  # or raise
+    split: Any = nnx.split(plain, nnx.All(FLOATING, random), ...)
     graph, *state = split
     frame, known = (*state, np.ones(1)), by_path(state[0])
     arrays = {path: x[...] for path, x in nnx.to_flat_state(nnx.state(plain, nnx.Param))}
-    came, mend = ", ".join(map(joined, arrays)), "Give a filter such as nnx.PathContains('head')."
-    checks.need("laplace", known, "weights that `random` selects", f"none of {came}", mend)
     centre = {joined(path): x for path, x in priors("laplace", prior, 1.0, arrays).items()}
     inputs, targets, shape = checks.data("laplace", plain, likelihood, data)
     held = None

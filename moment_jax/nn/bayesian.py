@@ -13,10 +13,10 @@ from moment_jax.covariance import STRUCTURES, Covariance, Moments, Separable
 from moment_jax.covariance.fields import known_values, need
 from moment_jax.covariance.token_gram import num_landmarks
 from moment_jax.nn import likelihood as likelihoods
-from moment_jax.nn.belief import Belief, Family, Path, begun, changed, joined, placed, priors
-from moment_jax.nn.check import Check, checked, spread_factors
+from moment_jax.nn.belief import Belief, Path, begun, changed, placed, priors, selected
+from moment_jax.nn.check import Check, beside_sampled, checked
 from moment_jax.nn.inputs import arguments, check_inputs, check_key
-from moment_jax.nn.modules import Module, as_given, as_nnx, is_floating
+from moment_jax.nn.modules import Module, as_given, as_nnx
 from moment_jax.nn.prediction import compiled_pass, explained, predicted
 from moment_jax.nn.static import Static
 from moment_jax.objectives.predictive import averaged
@@ -37,7 +37,7 @@ class Bayesian(Module):
 
     Assumes that weight arrays are independent of each other. Raises a TypeError or ValueError for a
     network without parameters or in training mode, a filter that selects nothing, beliefs or priors of
-    another tree or shape, prior variances that are not positive, or a family that does not fit an array.
+    another tree or shape, or prior variances that are not positive.
 
     Args:
       network: a Flax NNX module, or a linen module bound to its variables, `module.bind(variables)`; in
@@ -49,9 +49,8 @@ class Bayesian(Module):
       random: an NNX filter of the weights that are random, such as `nnx.PathContains("head")`. The
         others stay `nnx.Param`: certain, and trained like the rest. What does not depend on random
         weights is computed at the plain network's price.
-      family: of the beliefs, a class of `mj.posterior`, or a function of the path that returns one.
-        Arrays of more than two axes are matrices to families of matrices, cut as (in, out); vectors are
-        `Factorized` to them.
+      family: of the beliefs, a class of `mj.posterior`. Arrays of more than two axes are matrices to
+        families of matrices, cut as (in, out); vectors are `Factorized` to them.
       relative_scale: initial standard deviation of a weight, over the root mean square of its array,
         which counts as at least .1.
       prior: None for N(0, prior_scale^2) of every weight. "network" for the weights that came in as
@@ -66,7 +65,6 @@ class Bayesian(Module):
         `Separable.zeros`; with a causal mask, all of them.
       linearised: linearise the network in its weights, which is right for Laplace approximations, see
         `mj.linearised`; covariances are `Full` then, or `Diagonal` if that is the structure.
-      batch_axes: the number of leading batch axes of the inputs; 0 not in `Separable`, see `mj.joint`.
       output: picks the one array whose moments are wanted out of what the network returns, such as
         `lambda out: out.logits`; networks at the means and sampled ones return all of it. A model with a
         lambda cannot be pickled, one with a function of a module can.
@@ -87,13 +85,12 @@ class Bayesian(Module):
 
     def __init__(
         self, network: nnx.Module | linen.Module, likelihood: Any = None, *, beliefs: Any = None,
-        random: Any = nnx.Param, family: Family = Factorized, relative_scale: float = 0.1,
+        random: Any = nnx.Param, family: type[Posterior] = Factorized, relative_scale: float = 0.1,
         prior: Any = None, prior_scale: float = 1.0, learn_prior: bool = False,
         structure: type[Covariance] = Separable, landmarks: int | None = None,
-        linearised: bool = False, batch_axes: int = 1,
-        output: Callable[[Any], Any] | None = None, verify: bool = True,
+        linearised: bool = False, output: Callable[[Any], Any] | None = None, verify: bool = True,
     ) -> None:  # fmt: skip
-        self.verify, self.batch_axes = verify, batch_axes
+        self.verify = verify
         self._set_options(structure, landmarks, linearised)
         self.kind, self.noise = likelihoods.stored(likelihood)
         self._output = Static(output)
@@ -108,12 +105,7 @@ class Bayesian(Module):
         arrays = {path: variable[...] for path, variable in known.items()}
         weights: dict[Path, Any] = {path: variable.copy() for path, variable in known.items()}
         if beliefs is None:
-            chosen = dict(nnx.to_flat_state(nnx.state(network, nnx.All(nnx.Param, random))))
-            chosen = {path: v[...] for path, v in chosen.items() if is_floating(v[...])}
-            came = f"none of {', '.join(map(joined, known))}"
-            mend = "Give a filter such as nnx.PathContains('head')."
-            need("mj.Bayesian", chosen, "weights that `random` selects", came, mend)
-            weights |= begun(chosen, family, relative_scale)
+            weights |= begun(selected("mj.Bayesian", network, random), family, relative_scale)
         else:
             for path, x in placed(beliefs, arrays).items():
                 if isinstance(x, Belief):
@@ -130,12 +122,6 @@ class Bayesian(Module):
         names = ", ".join(STRUCTURES)
         rule = f"a covariance structure, one of {names} (the type itself, such as mj.Separable)"
         need("mj.Bayesian", right, rule, repr(structure), error=TypeError)
-        if structure is Separable and self.batch_axes == 0 and not linearised:
-            raise ValueError(
-                "`mj.Bayesian` needs a batch axis in Separable: of a batch taken for a sequence, what "
-                "inputs share is up to .6 off. Got batch_axes=0. For one input, use x[None]; for the "
-                "covariance between inputs, mj.joint(model, x); or take Diagonal or Full."
-            )
         num_landmarks("mj.Bayesian", 1, landmarks)
         self.structure, self.landmarks, self.linearised = structure, landmarks, linearised
         self.spread: Any = nnx.Variable(None)  # factors of the output's sds, see `corrected`
@@ -250,22 +236,23 @@ class Bayesian(Module):
         """Moments of the network's output.
 
         Args:
-          inputs: the network's arguments, with `batch_axes` leading axes, all of which have them. One
-            that is random is given as its moments, (mean, cov), independent of the weights.
+          inputs: the network's arguments, all with a batch axis before theirs, whose examples count as
+            independent (else see `mj.joint`). One that is random is given as its moments, (mean, cov),
+            independent of the weights.
           options: the network's keyword arguments, shared by all examples. Outside compiled code they
             are constants of the program: each new value, of a mask say, compiles again.
         """
-        check_inputs(inputs, self.batch_axes, self.structure)
+        check_inputs(inputs, self.structure)
         return compiled_pass(self, inputs, options)
 
     def predict(self, *inputs: Any, batch_size: int = 256, **options: Any) -> Any:
         """The predictive distribution, `likelihood(model(x))`, compiled and in batches.
 
         Its arrays have the network's output shape: `probs`, `label`, `entropy`, `epistemic` of classes,
-        `mean`, `sd`, `interval(.9)` of real values, and `log_prob(y)` and `sample(key)` of both.
+        `mean`, `sd`, `interval(.9)` of real values, and `log_prob(y)` of both.
         """
         self._needs_likelihood("predict")
-        check_inputs(inputs, self.batch_axes, self.structure)
+        check_inputs(inputs, self.structure)
         return predicted(self, inputs, options, batch_size)
 
     def elbo(
@@ -276,13 +263,13 @@ class Bayesian(Module):
 
         Args:
           x: the network's input, or a tuple of its arguments.
-          y: targets, with the batch axes leading: integers (B, ...) for Categorical.
+          y: targets, with the batch axis leading: integers (B, ...) for Categorical.
           dataset_size: the number of examples in the data set.
           kl_weight: 1 for the bound itself; below 1 for warm-up or a cold posterior. Both may be traced.
           options: the network's keyword arguments.
         """
         likelihood, moments = self._needs_likelihood("elbo"), self(*arguments(x), **options)
-        fits = likelihoods.expected("elbo", likelihood, y, moments, self.batch_axes)
+        fits = likelihoods.expected("elbo", likelihood, y, moments)
         bound = objectives.elbo(fits, self.kl(), dataset_size=dataset_size, kl_weight=kl_weight)
         return bound / dataset_size
 
@@ -305,7 +292,7 @@ class Bayesian(Module):
           key: a JAX random key; None for a fixed one.
           samples: number of networks drawn, 2 or more.
           y: targets as for `elbo`, for the `claim` of the check.
-          progress: show a bar (tqdm, on stderr); None means if stderr is a terminal.
+          progress: as in `mj.calibrate`.
         """
         if y is not None:
             self._needs_likelihood("check")
@@ -317,13 +304,20 @@ class Bayesian(Module):
     ) -> Self:  # fmt: skip
         """A copy whose pass has the spread of sampled networks: a factor for each feature of the output.
 
-        It is the mean ratio of sds on this input, so give a few dozen examples. For `Diagonal`, which
+        It is the mean ratio of sds on this input, so give a few dozen examples; of features that do not
+        vary the others' mean. For `Diagonal`, which
         takes tokens as independent: their mean then has a fifth of its sd, and the factors mend most of
         that. They hold for these beliefs: `scaled` and `replace` forget them, and a gradient by the
         beliefs raises, so correct after training. Arguments are those of `check`.
         """
-        found = spread_factors(self, x, key, samples, progress, options)
-        before = self.spread.get_value()
+        given, known = (arguments(x), key, samples, progress), Static(options)
+        (moments, _), ((_, sampled, _), _) = beside_sampled(self, "corrected", *given, known)
+        sd, sampled = (x[..., None] if x.ndim == 1 else x for x in (moments.sd, sampled))
+        varies = (sd > 0) & (sampled > 0)
+        need("corrected", jnp.any(varies), "an output that varies", "variances of zero")
+        ratio = jnp.where(varies, sampled / jnp.where(varies, sd, 1), jnp.nan)
+        each = jnp.nanmean(ratio, axis=tuple(range(sd.ndim - 1)))  # of features, (C,)
+        found, before = jnp.where(jnp.isnan(each), jnp.nanmean(each), each), self.spread.get_value()
         copy = nnx.clone(self)
         copy.spread = nnx.Variable(found if before is None else found * before)
         return copy

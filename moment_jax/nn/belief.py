@@ -1,7 +1,6 @@
 """A Gaussian belief about one weight array, and the first ones about all arrays of a network."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from jax import Array
 
 from moment_jax import posterior as families
 from moment_jax.covariance.fields import known_values, need
-from moment_jax.nn.modules import Module
+from moment_jax.nn.modules import FLOATING, Module
 from moment_jax.posterior import GaussianPrior, Posterior
 from moment_jax.xla import diagonal_matrix, diagonal_of, inlined
 
@@ -30,7 +29,6 @@ NAMES = ", ".join(family.__name__ for family in FAMILIES)
 OF_MATRICES = families.OutputShared, families.KroneckerEigen
 ARRAYS = jax.Array, np.ndarray
 Path = tuple[Any, ...]
-Family = type[Posterior] | Callable[[Path], type[Posterior]]
 
 
 class VariationalMean(nnx.Param):
@@ -179,19 +177,27 @@ def _spread(name: str, raw: Array) -> Array:
     return factor @ factor.T
 
 
-def begun(arrays: dict[Path, Array], family: Family, relative_scale: float) -> dict[Path, Belief]:
-    """The first belief about each array, its mean; `Factorized` of vectors."""
+def selected(call: str, network: nnx.Module, random: Any) -> dict[Path, Array]:
+    """The real arrays that an NNX filter selects, by path; raises if there is none."""
+    params = dict(nnx.to_flat_state(nnx.state(network, nnx.Param)))
+    chosen = nnx.to_flat_state(nnx.state(network, nnx.All(FLOATING, random)))
+    came, mend = ", ".join(map(joined, params)), "Give a filter such as nnx.PathContains('head')."
+    need(call, chosen, "weights that `random` selects", f"none of {came}", mend)
+    return {path: x[...] for path, x in chosen}
+
+
+def begun(
+    arrays: dict[Path, Array], family: type[Posterior], relative_scale: float
+) -> dict[Path, Belief]:
+    """The first belief about each array, its mean; `Factorized` of vectors to families of matrices."""
     need("mj.Bayesian", 0 < relative_scale < np.inf, "relative_scale > 0", relative_scale)
-    found, rule = {}, f"a posterior family, one of {NAMES}"
+    rule = f"a posterior family, one of {NAMES}"
+    need("family", family in FAMILIES, rule, repr(family), error=TypeError)
+    found = {}
     for path, value in arrays.items():
-        kind: Any = family if isinstance(family, type) else family(path)
-        need("family", kind in FAMILIES, rule, repr(kind), error=TypeError)
         matrix = matrix_shape(str(path[-1]), tuple(value.shape))
-        if kind in OF_MATRICES and matrix[1] == 1:
-            came = f"{kind.__name__}, a family of matrices, for the vector {joined(path)}"
-            right, mend = isinstance(family, type), "Return Factorized for it."
-            need("family", right, "to fit every array", came, mend)
-            kind = families.Factorized
+        vector = family in OF_MATRICES and matrix[1] == 1
+        kind = families.Factorized if vector else family
         found[path] = Belief(_first(kind, matrix, value, relative_scale))
     return found
 

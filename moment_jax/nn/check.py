@@ -48,7 +48,7 @@ class Claim(NamedTuple):
     @classmethod
     def of(cls, model: Any, y: Any, moments: Moments, fits: Array) -> Self:
         """Of a pass's moments, and of the fits (S, B) of sampled networks."""
-        claimed = likelihoods.expected("check", model.likelihood, y, moments, model.batch_axes)
+        claimed = likelihoods.expected("check", model.likelihood, y, moments)
         each = fits.mean(axis=1)
         return cls(*map(float, (claimed.mean(), each.mean(), each.std(ddof=1) / len(each) ** 0.5)))
 
@@ -119,23 +119,6 @@ def checked(
     )  # fmt: skip
 
 
-def spread_factors(
-    model: Any, x: Any, key: Array | None, samples: int, progress: bool | None,
-    options: dict[str, Any],
-) -> Array:  # fmt: skip
-    """Factors (C,) from the sds of a pass to sampled ones; their mean where none is known."""
-    inputs, known = arguments(x), Static(options)
-    (moments, _), ((_, sampled, _), _) = beside_sampled(
-        model, "corrected", inputs, key, samples, progress, known
-    )
-    sd, sampled = (x[..., None] if x.ndim == model.batch_axes else x for x in (moments.sd, sampled))
-    varies = (sd > 0) & (sampled > 0)
-    need("corrected", jnp.any(varies), "an output that varies", "variances of zero")
-    ratio = jnp.where(varies, sampled / jnp.where(varies, sd, 1), jnp.nan)
-    each = jnp.nanmean(ratio, axis=tuple(range(sd.ndim - 1)))
-    return jnp.where(jnp.isnan(each), jnp.nanmean(each), each)
-
-
 def beside_sampled(
     model: Any, caller: str, inputs: Any, key: Array | None, samples: int, progress: bool | None,
     known: Static, y: Any = None,
@@ -143,7 +126,7 @@ def beside_sampled(
     """One pass; mean, sd and fits (S, B) to targets of sampled networks; each with its seconds."""
     key = jax.random.key(0) if key is None else key
     check_certain(caller, inputs, "It draws networks: give the mean.")
-    check_inputs(inputs, model.batch_axes, model.structure)
+    check_inputs(inputs, model.structure)
     check_key(caller, key)
     need(caller, samples >= 2, "samples >= 2", samples)
     graph, state = nnx.split(model)
@@ -171,13 +154,12 @@ def beside_sampled(
 
 def _beside_linearised(model: Any, inputs: Any, known: Static, sd: Array) -> tuple[float, float]:
     """`linear_error` and `nonlinearity`; NaN where the network has no derivative, or was corrected."""
-    axes = model.batch_axes
     if model.linearised or model.spread.get_value() is not None:
         return 0.0 if model.linearised else math.nan, math.nan
-    size, weights = math.prod(sd.shape[axes:]), sum(x.mean[...].size for x in model.owned.values())
+    size, weights = math.prod(sd.shape[1:]), sum(x.mean[...].size for x in model.owned.values())
     count = max(1, min(ENTRIES, size, MOST // weights))
     entries = tuple(np.linspace(0, size - 1, count).astype(int).tolist())
-    given = jax.tree.map(lambda x: x[:EXAMPLES] if axes else x, inputs)
+    given = jax.tree.map(lambda x: x[:EXAMPLES], inputs)
     try:
         linear = _linearised(*nnx.split(model), given, entries=entries, known=known)
     except ValueError:  # its derivatives are not those of its values, or there are none
@@ -193,15 +175,15 @@ def _beside_linearised(model: Any, inputs: Any, known: Static, sd: Array) -> tup
 def _linearised(graph: Any, state: Any, inputs: Any, *, entries: Any, known: Static) -> Array:
     """Sds of these entries of each example's output, of the network linearised in its weights."""
     model: Any = nnx.merge(graph, state)
-    fn, axes, places = as_function(model, known.value), model.batch_axes, jnp.asarray(entries)
+    fn, places = as_function(model, known.value), jnp.asarray(entries)
 
     def of_example(inputs: Any) -> Array:
-        given = tuple(with_batch(x, axes) for x in inputs)
+        given = tuple(with_batch(x) for x in inputs)
         run = linearised(lambda values, *x: fn(values, *x).ravel()[places], structure=Diagonal)
         sd: Array = run(model.beliefs, *given)[1].sd()[0]
         return sd
 
-    return jax.lax.map(of_example, jax.tree.map(lambda x: x.reshape(-1, *x.shape[axes:]), inputs))
+    return jax.lax.map(of_example, inputs)
 
 
 def of_draw(model: Any, inputs: Any, y: Any, key: Array, options: dict[str, Any]) -> Any:
@@ -210,14 +192,13 @@ def of_draw(model: Any, inputs: Any, y: Any, key: Array, options: dict[str, Any]
     if y is None:
         return output, None
     certain = Moments(output, Diagonal(jnp.zeros_like(output)))
-    return output, likelihoods.expected("check", model.likelihood, y, certain, model.batch_axes)
+    return output, likelihoods.expected("check", model.likelihood, y, certain)
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="known")
 def drawn(graph: Any, state: Any, inputs: Any, y: Any, keys: Array, *, known: Static) -> Any:
     """Sampled networks' outputs, one for each key, and their fits (S, B) to targets, in nats."""
     model: Any = nnx.merge(graph, state)
-    size = jax.tree.leaves(inputs)[0].shape[0] if model.batch_axes and inputs else 1
-    together = min(len(keys), max(1, TOGETHER // size))
+    together = min(len(keys), max(1, TOGETHER // len(inputs[0])))
     draw = partial(of_draw, model, inputs, y, options=known.value)
     return jax.lax.map(draw, keys, batch_size=together)

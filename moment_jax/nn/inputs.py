@@ -1,4 +1,4 @@
-"""Inputs of a `mj.Bayesian`: arrays or moments, with batch axes."""
+"""Inputs of a `mj.Bayesian`: arrays or moments, with a batch axis."""
 
 import math
 from typing import Any
@@ -18,15 +18,14 @@ def arguments(x: Any) -> tuple[Any, ...]:
     return x if isinstance(x, tuple) and not is_random_input(x) else (x,)
 
 
-def with_batch(x: Any, axes: int) -> Any:
-    """An input with batch axes of length one."""
-    if is_random_input(x):
-        return Moments(errors.with_axes(x[0], axes), x[1])
-    return errors.with_axes(x, axes)
+def with_batch(x: Any) -> Any:
+    """An input with a batch axis of length one."""
+    return Moments(x[0][None], x[1]) if is_random_input(x) else x[None]
 
 
-def check_inputs(inputs: tuple[Any, ...], axes: int, structure: type[Covariance]) -> None:
-    """Raise unless all are arrays with so many batch axes, and random ones have their covariance."""
+def check_inputs(inputs: tuple[Any, ...], structure: type[Covariance]) -> None:
+    """Raise unless all are arrays with a batch axis, and random ones have their covariance."""
+    need("mj.Bayesian", inputs, "the inputs of its network", "none")
     for given in inputs:
         x, cov = given if is_random_input(given) else (given, None)
         right = isinstance(x, jax.Array | np.ndarray | np.generic) or hasattr(x, "__jax_array__")
@@ -35,14 +34,14 @@ def check_inputs(inputs: tuple[Any, ...], axes: int, structure: type[Covariance]
         right = not isinstance(x, np.ndarray) or x.dtype.kind not in "OSUM"
         mend = "Encode categories and text."
         need("mj.Bayesian", right, "arrays of numbers", getattr(x, "dtype", ""), mend, TypeError)
-        rule = f"arrays of an example or more, with {axes} leading batch axes"
-        right, mend = x.ndim >= axes and 0 not in x.shape[:axes], "For one input, use x[None]."
-        need("mj.Bayesian", right, rule, tuple(x.shape), mend)
+        rule = "arrays of an example or more, with a batch axis"
+        mend = "For one input, use x[None]."
+        need("mj.Bayesian", x.ndim and len(x), rule, tuple(x.shape), mend)
         if cov is not None:
-            width = (1, *x.shape[axes:])[-1]
-            shape = (*x.shape[:axes], math.prod(x.shape[axes:]) // width, width)
+            width = (1, *x.shape[1:])[-1]
+            shape = (len(x), math.prod(x.shape[1:]) // width, width)
             right, kind = type(cov) is structure and tuple(cov.shape) == shape, structure.__name__
-            rule = f"a covariance in {kind} of shape {shape}, with the mean's batch axes"
+            rule = f"a covariance in {kind} of shape {shape}, with the mean's batch axis"
             need("model((mean, cov))", right, rule, f"{type(cov).__name__} of {tuple(cov.shape)}")
 
 
@@ -52,43 +51,38 @@ def check_certain(call: str, inputs: tuple[Any, ...], mend: str = "Give its mean
     need(call, right, "certain inputs", "the moments of a random one", mend)
 
 
-def explain_batch(
-    plain: Any, inputs: tuple[Any, ...], options: Any, axes: int, error: Exception
-) -> None:
+def explain_batch(plain: Any, inputs: tuple[Any, ...], options: Any, error: Exception) -> None:
     """Raise unless the network takes these inputs: they may have a batch axis too few or many."""
-    batch = inputs[0].shape[:axes] if inputs else ()
+    size = len(inputs[0])
     unknown = [k for k in options if f"unexpected keyword argument '{k}'" in str(error)]
     if unknown:
         raise TypeError(
             "`mj.Bayesian` gives keyword arguments to its network. Got "
             f"{', '.join(unknown)}, which it does not take. Leave it out."
         ) from error
-    each = [k for k, v in options.items() if batch and getattr(v, "shape", ())[:axes] == batch]
+    each = [k for k, v in options.items() if getattr(v, "shape", ())[:1] == (size,)]
     if each and not isinstance(error, PropagationError):
         raise ValueError(
             f"`mj.Bayesian` shares keyword arguments between examples. Got {', '.join(each)} of "
-            f"the batch axes {batch}. Give what each example has of its own by position."
+            f"the batch axis {size}. Give what each example has of its own by position."
         ) from error
 
     def as_one(dropped: int) -> Any:
         """Shapes of a batch of one, without the first `dropped` axes of the inputs."""
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((1,) * axes + x.shape[dropped:], x.dtype), inputs
+            lambda x: jax.ShapeDtypeStruct((1, *x.shape[dropped:]), x.dtype), inputs
         )
 
-    if isinstance(error.__cause__, FlaxError) or errors.takes(plain, as_one(axes)):
+    if isinstance(error.__cause__, FlaxError) or errors.takes(plain, as_one(1)):
         return
-    rule = f"`mj.Bayesian` takes the first {axes} axes of its inputs as a batch"
+    rule = "`mj.Bayesian` takes the first axis of its inputs as a batch"
     one, raised = "a single example of this model has", f"The network raised: {error}"
-    mend = f"For one input, use x[None]{'' if axes == 1 else ', once for each axis'}. {raised}"
-    more = f"Give batch_axes={axes + 1}. {raised}"
-    whole = plain, as_one(0), f"{one} all of theirs", mend
-    errors.explain(
-        rule, inputs, error, whole, (plain, as_one(axes + 1), f"{one} one axis less", more)
-    )
+    whole = plain, as_one(0), f"{one} all of theirs", f"For one input, use x[None]. {raised}"
+    less = plain, as_one(2), f"{one} one axis less", f"Make one of the first two axes. {raised}"
+    errors.explain(rule, inputs, error, whole, less)
     raise ValueError(
         "`mj.Bayesian` needs inputs that its network takes: check their number, their widths and their "
-        f"order, x before targets. Got inputs of shape {errors.shapes(inputs) or 'none'}. {raised}"
+        f"order, x before targets. Got inputs of shape {errors.shapes(inputs)}. {raised}"
     ) from error
 
 

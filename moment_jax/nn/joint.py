@@ -49,7 +49,7 @@ def joint(
     a ViT of two blocks, .18 and .58 in a decoder.
 
     Args:
-      model: of `batch_axes=1`, in any structure, whose derivatives are those of its values.
+      model: in any structure, whose derivatives are those of its values.
       x: the network's input (N, ...), or a tuple of its arguments: certain, and so few that 2^28 numbers
         are enough. A ValueError is raised else.
       targets: further inputs, whose covariance with those of x is wanted.
@@ -64,14 +64,13 @@ def joint(
     >>> found.mean.shape, found.cov.shape, found.cross.shape
     ((10,), (10, 10), (10, 8))
     """
-    right, came = isinstance(model, Bayesian), getattr(model, "batch_axes", type(model).__name__)
-    need("joint", right and came == 1, "a mj.Bayesian of batch_axes=1", came)
+    need("joint", isinstance(model, Bayesian), "a mj.Bayesian", type(model).__name__)
     need("joint", rank is None or rank >= 1, "rank >= 1", rank, "None is exact.")
     graph, state = nnx.split(model)
     found: list[tuple[Array, Array]] = []
     for inputs in map(arguments, (x,) if targets is None else (x, targets)):
         check_certain("joint", inputs)
-        check_inputs(inputs, 1, model.structure)
+        check_inputs(inputs, model.structure)
         known = Static(options)
         output = jax.eval_shape(partial(at_means, graph, known=known), state, inputs)
         weights = sum(math.prod(belief.shape) for belief in model.owned.values())
@@ -103,7 +102,7 @@ def _network(
 
     def output(means: Any, one: Any) -> Array:
         filled = mean_params([means.get(i, x) for i, x in enumerate(leaves)])
-        return fn(jax.tree.unflatten(tree, filled), *(with_batch(x, 1) for x in one)).ravel()
+        return fn(jax.tree.unflatten(tree, filled), *(with_batch(x) for x in one)).ravel()
 
     first = jax.tree.map(lambda x: x[0], inputs)
     check_derivatives("joint", lambda at: output(at, first), means)

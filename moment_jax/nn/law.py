@@ -38,9 +38,9 @@ def hold(
     program = graph, known, jax.tree.structure(inputs), shapes
     if (program in _held and not always) or not _holds(model, inputs):
         return
-    axes, certain = model.batch_axes, without_noise(model)
+    certain = without_noise(model)
     _, state = nnx.split(certain)
-    given = jax.tree.map(lambda x: x[:EXAMPLES] if axes else x, inputs)
+    given = jax.tree.map(lambda x: x[:EXAMPLES], inputs)
     plain = partial(at_means, graph, known=known)
     output = plain(state, given)
     if np.isnan(output).any():
@@ -51,20 +51,19 @@ def hold(
         return law.deviation(plain(*law.rounded((state, given), unit)), output)
 
     def culprit(bound: float) -> str:
-        alone = plain(state, jax.tree.map(lambda x: x[:1] if axes else x, given))
+        alone = plain(state, jax.tree.map(lambda x: x[:1], given))
         if law.deviation(alone, output[: len(alone)]) > bound:
             return (
                 " The network gives an example another output beside others than alone, but `Bayesian` "
                 "takes the examples of a batch as independent."
             )
-        first = jax.tree.map(lambda x: x[(0,) * axes], inputs)
-        one = tuple(with_batch(x, axes) for x in first)
+        one = tuple(with_batch(x) for x in jax.tree.map(lambda x: x[0], inputs))
         fn = as_function(certain, known.value)
         planned = partial(plan, fn, structure=model.structure, landmarks=model.landmarks)
         return law.first_off(bound, planned, certain.beliefs, one)
 
     found = mean(state)
-    law.hold_to_network(found[: len(output)] if axes else found, output, own, culprit)
+    law.hold_to_network(found[: len(output)], output, own, culprit)
     _held.update((program, _network(model)))
 
 

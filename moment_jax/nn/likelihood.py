@@ -47,8 +47,8 @@ def present(kind: Any, noise: Any) -> Any:
     return Gaussian(jnp.exp(value) if isinstance(noise, LogNoise) else value)
 
 
-def expected(caller: str, likelihood: Any, y: Array, moments: Moments, axes: int) -> Array:
-    """E[log p(y | f)] of each example, (B,), in nats; of moments (..., C) with so many batch axes."""
+def expected(caller: str, likelihood: Any, y: Array, moments: Moments) -> Array:
+    """E[log p(y | f)] of each example, (B,), in nats; of moments (B, ..., C)."""
     mean = moments.mean
     known = moments.variance if moments.cov.entrywise else moments.features
     fn = partial(objectives.expected_log_likelihood, likelihood)
@@ -61,4 +61,4 @@ def expected(caller: str, likelihood: Any, y: Array, moments: Moments, axes: int
         shape = (*mean.shape[:-1], width)
         need(caller, y.shape == shape, f"targets of shape {shape}, the output's", tuple(y.shape))
     fits = over_batch(lambda m, c, y: fn(y, m, c), mean, known, y)
-    return fits.reshape(*fits.shape[:axes], -1).sum(axis=-1).reshape(-1)
+    return fits.reshape(len(fits), -1).sum(axis=-1)

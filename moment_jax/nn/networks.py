@@ -148,18 +148,15 @@ class _Stack(Module):
     block_type: ClassVar[Any]
 
     def __init__(
-        self, num_blocks: int, num_features: int, num_heads: int, *,
-        hidden_features: int | None = None, norm_first: bool = False,
-        activation: Activation = "relu", epsilon: float = 1e-6, scan: bool = False,
-        remat: bool = False, rngs: nnx.Rngs,
+        self, num_blocks: int, num_features: int, num_heads: int, *, norm_first: bool = False,
+        epsilon: float = 1e-6, scan: bool = False, remat: bool = False, rngs: nnx.Rngs,
+        **options: Any,
     ) -> None:  # fmt: skip
         need(type(self).__name__, num_blocks >= 1, "num_blocks >= 1", num_blocks)
+        options |= {"norm_first": norm_first, "epsilon": epsilon}
 
         def block(rngs: nnx.Rngs) -> Any:
-            return self.block_type(
-                num_features, num_heads, hidden_features=hidden_features, norm_first=norm_first,
-                activation=activation, epsilon=epsilon, rngs=rngs,
-            )  # fmt: skip
+            return self.block_type(num_features, num_heads, rngs=rngs, **options)
 
         if scan:
             self.blocks: Any = nnx.split_rngs(splits=num_blocks)(nnx.vmap(block))(rngs)
@@ -219,8 +216,7 @@ class Transformer(Module):
     """An encoder of the source and a decoder of the target, between your own embeddings and head.
 
     Args (the others are those of `Encoder`, and the same for the decoder):
-      num_encoder_blocks: blocks of the encoder.
-      num_decoder_blocks: blocks of the decoder; as many as the encoder has where None.
+      num_blocks: of the encoder, and of the decoder.
 
     >>> model = Transformer(4, 2, 1, hidden_features=4, rngs=nnx.Rngs(0))
     >>> model(jnp.ones((2, 5, 4)), jnp.ones((2, 3, 4)), mask=jnp.tril(jnp.ones((3, 3), bool))).shape
@@ -228,12 +224,10 @@ class Transformer(Module):
     """
 
     def __init__(
-        self, num_features: int, num_heads: int, num_encoder_blocks: int,
-        num_decoder_blocks: int | None = None, *, rngs: nnx.Rngs, **options: Any,
-    ) -> None:  # fmt: skip
-        self.encoder = Encoder(num_encoder_blocks, num_features, num_heads, rngs=rngs, **options)
-        count = num_encoder_blocks if num_decoder_blocks is None else num_decoder_blocks
-        self.decoder = Decoder(count, num_features, num_heads, rngs=rngs, **options)
+        self, num_features: int, num_heads: int, num_blocks: int, *, rngs: nnx.Rngs, **options: Any
+    ) -> None:
+        self.encoder = Encoder(num_blocks, num_features, num_heads, rngs=rngs, **options)
+        self.decoder = Decoder(num_blocks, num_features, num_heads, rngs=rngs, **options)
 
     def __call__(
         self, source: Array, target: Array, source_mask: Array | None = None,
@@ -314,9 +308,9 @@ class Patches:
 
     def __call__(self, images: Array) -> Array:
         """(..., height, width[, channels]) -> (..., tokens, size * size * channels)."""
-        right, came = hasattr(images, "ndim"), getattr(images, "shape", type(images).__name__)
-        rule = "images (..., height, width[, channels]) as an array"
-        need("Patches", right and images.ndim >= 2, rule, came, "Use jnp.asarray(images).")
+        rule = "images as an array (..., height, width[, channels])"
+        mend = "Use jnp.asarray(images)."
+        need("Patches", getattr(images, "ndim", 0) >= 2, rule, jnp.shape(images), mend)
         if not jnp.issubdtype(images.dtype, jnp.floating):
             images = images.astype(jnp.float32)
         if self.channels == 1 and (images.ndim < 3 or images.shape[-1] != 1):
@@ -339,7 +333,6 @@ class VisionTransformer(Module):
       patch_size: height and width of a patch, a divisor of image_size, or a ValueError is raised.
       num_classes: C.
       channels: channels of the images.
-      position_scale: standard deviation of the initial positions.
 
     >>> model = VisionTransformer(image_size=8, patch_size=2, num_classes=10, rngs=nnx.Rngs(0))
     >>> model(jnp.ones((5, 8, 8))).shape
@@ -349,15 +342,14 @@ class VisionTransformer(Module):
     def __init__(
         self, *, image_size: int, patch_size: int, num_classes: int, channels: int = 1,
         num_features: int = 64, num_heads: int = 4, num_blocks: int = 2, norm_first: bool = True,
-        activation: Activation = "gelu", position_scale: float = 0.02, rngs: nnx.Rngs,
-        **options: Any,
+        activation: Activation = "gelu", rngs: nnx.Rngs, **options: Any,
     ) -> None:  # fmt: skip
         right = patch_size >= 1 and image_size >= 1 and image_size % patch_size == 0
         rule, came = "patch_size to divide image_size", f"{patch_size} and {image_size}"
         need("VisionTransformer", right, rule, came)
         self.patches, num_tokens = Patches(patch_size, channels), (image_size // patch_size) ** 2
         self.embed = nnx.Linear(patch_size**2 * channels, num_features, rngs=rngs)
-        start = position_scale * jax.random.normal(rngs.params(), (num_tokens, num_features))
+        start = 0.02 * jax.random.normal(rngs.params(), (num_tokens, num_features))
         self.position = nnx.Param(start)
         options |= {"norm_first": norm_first, "activation": activation}
         self.encoder = Encoder(num_blocks, num_features, num_heads, rngs=rngs, **options)

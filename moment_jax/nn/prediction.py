@@ -30,7 +30,7 @@ def predicted(model: Any, inputs: Any, options: dict[str, Any], batch_size: int)
     right = isinstance(batch_size, int | np.integer) and batch_size >= 1
     need("predict", right, "an integer batch_size >= 1", batch_size)
     known = Static(options)
-    size = jax.tree.leaves(inputs)[0].shape[0] if model.batch_axes and inputs else 0
+    size = jax.tree.leaves(inputs)[0].shape[0]
     if size <= batch_size:
         return _run(model, inputs, known, predicts=True)
     parts = []
@@ -57,15 +57,15 @@ def compiled_pass(model: Any, inputs: Any, options: dict[str, Any]) -> Any:
 
 def moments_of(model: Any, inputs: tuple[Any, ...], options: Any) -> Any:
     """The moments of the output, in code that is compiled or traced."""
-    axes, beliefs = model.batch_axes, model.beliefs
+    beliefs = model.beliefs
     means = tuple(x[0] if is_random_input(x) else x for x in inputs)
     if not model.owned:
         output = model._network(beliefs)(*means, **options)
-        lead, shape = output.shape[:axes], (1, 1, *output.shape[axes:])
+        shape = (1, 1, *output.shape[1:])
         dense = model.linearised and model.structure is not Diagonal
         kept = Full if dense else model.structure
         zeros = kept.zeros((math.prod(shape[:-1]), shape[-1]), output.dtype)
-        broadcast = partial(jax.tree.map, lambda x: jnp.broadcast_to(x, (*lead, *x.shape)))
+        broadcast = partial(jax.tree.map, lambda x: jnp.broadcast_to(x, (len(output), *x.shape)))
         return Moments(output, broadcast(zeros))
 
     fn = as_function(model, options)
@@ -79,26 +79,23 @@ def moments_of(model: Any, inputs: tuple[Any, ...], options: Any) -> Any:
     def one(beliefs: Any, inputs: Any) -> Any:
         factors = model.spread.get_value()
         known = beliefs if factors is None else as_corrected(beliefs)
-        mean, cov = of(known, *(with_batch(x, axes) for x in inputs))
+        mean, cov = of(known, *(with_batch(x) for x in inputs))
         return mean, cov if factors is None else cov.rescale(factors[None])
 
     try:
         shape = _output_shape(model, means, options)
-        for _ in range(axes):
-            one = jax.vmap(one, (None, 0))
-        mean, cov = with_automatic_axes(lambda both: one(*both), (beliefs, inputs), axes)
+        each = jax.vmap(one, (None, 0))
+        mean, cov = with_automatic_axes(lambda both: each(*both), (beliefs, inputs), 1)
     except Exception as error:
         known = mean_params(beliefs)
-        explain_batch(lambda x: fn(known, *x), means, options, axes, error)
+        explain_batch(lambda x: fn(known, *x), means, options, error)
         raise
-    lead = means[0].shape[:axes] if means else ()
-    return Moments(mean.reshape(*lead, *shape), cov)
+    return Moments(mean.reshape(len(mean), *shape), cov)
 
 
 def explained(model: Any, inputs: Any, options: dict[str, Any]) -> Steps:
     """See `Bayesian.explain`."""
-    axes = model.batch_axes
-    check_inputs(inputs, axes, model.structure)
+    check_inputs(inputs, model.structure)
     rule, came = "a pass of operations", "a linearised model, which takes the network as a whole"
     need("explain", not model.linearised, rule, came, "Use model.replace(linearised=False).")
     steps: Steps = Steps()
@@ -106,8 +103,7 @@ def explained(model: Any, inputs: Any, options: dict[str, Any]) -> Steps:
 
     def run(state: Any, inputs: Any) -> None:
         at: Any = nnx.merge(graph, state)
-        first = jax.tree.map(lambda x: x[(0,) * axes], inputs)
-        one = tuple(with_batch(x, axes) for x in first)
+        one = tuple(with_batch(x) for x in jax.tree.map(lambda x: x[0], inputs))
         _, found = plan(as_function(at, options), at.beliefs, one, at.structure, at.landmarks)
         steps.extend(found.steps.values())
 
@@ -115,7 +111,7 @@ def explained(model: Any, inputs: Any, options: dict[str, Any]) -> Steps:
         jax.eval_shape(run, state, inputs)
     except Exception as error:
         fn, means = as_function(model, options), mean_params(model.beliefs)
-        explain_batch(lambda x: fn(means, *x), inputs, options, axes, error)
+        explain_batch(lambda x: fn(means, *x), inputs, options, error)
         raise
     known = "is the network" if is_held(model) else "was not compared with it yet: model.check(x)"
     steps.law = f"Without noise the pass {known}."
@@ -124,15 +120,14 @@ def explained(model: Any, inputs: Any, options: dict[str, Any]) -> Steps:
 
 def _output_shape(model: Any, inputs: tuple[Any, ...], options: Any) -> tuple[int, ...]:
     """The shape of one example's output; raises for a network in training mode."""
-    axes = model.batch_axes
-    ones = tuple(jax.ShapeDtypeStruct((1,) * axes + x.shape[axes:], x.dtype) for x in inputs)
+    ones = tuple(jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in inputs)
     network = model._network(mean_params(model.beliefs))
     # `propagate` says itself where random numbers are drawn.
     found = inference_output("mj.Bayesian", network, ones, options, keys=model.linearised)
-    rule = "a network whose output has the batch axes of its inputs"
+    rule = "a network whose output has the batch axis of its inputs"
     came = f"{tuple(found.shape)} for one example"
-    need("mj.Bayesian", found.shape[:axes] == (1,) * axes, rule, came)
-    return tuple(found.shape[axes:])
+    need("mj.Bayesian", found.shape[:1] == (1,), rule, came)
+    return tuple(found.shape[1:])
 
 
 def _run(model: Any, inputs: Any, known: Static, predicts: bool) -> Any:

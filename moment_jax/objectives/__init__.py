@@ -1,10 +1,6 @@
-"""Likelihoods, the ELBO, predictions and metrics, from the mean and covariance of the output."""
+"""Likelihoods, the ELBO and predictions, from the mean and covariance of the output."""
 
-from moment_jax.objectives.cubature import (
-    TokenUncertainty,
-    class_probabilities,
-    log_class_probabilities,
-)
+from moment_jax.objectives.cubature import TokenUncertainty, class_probabilities
 from moment_jax.objectives.likelihoods import (
     Bernoulli,
     Categorical,
@@ -18,14 +14,11 @@ from moment_jax.objectives.predictive import (
     CategoricalPredictive,
     GaussianPredictive,
     MixturePredictive,
-    accuracy,
-    expected_calibration_error,
-    negative_log_likelihood,
 )
 
 __all__ = [
     "Bernoulli", "BernoulliPredictive", "Categorical", "CategoricalPredictive", "Gaussian",
     "GaussianPredictive", "HeteroscedasticGaussian", "Likelihood", "MixturePredictive",
-    "TokenUncertainty", "accuracy", "class_probabilities", "elbo", "expected_calibration_error",
-    "expected_log_likelihood", "kl_warmup", "log_class_probabilities", "negative_log_likelihood",
+    "TokenUncertainty", "class_probabilities", "elbo",
+    "expected_log_likelihood", "kl_warmup",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The accepted forms of an output's covariance, and argument checks."""
+"""Argument checks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,62 +7,28 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance import Covariance, Diagonal, Full
-from moment_jax.covariance.fields import check_array, check_floating, known_values, need
-from moment_jax.xla import inlined
-
-Cov = Array | Covariance
+from moment_jax.covariance import Covariance
+from moment_jax.covariance.fields import check_array, known_values, need
+from moment_jax.xla import diagonal_of, inlined
 
 
-def check_output(name: str, target: Array, mean: Array, cov: Cov) -> Covariance:
-    """`structure_of`; raises unless target and mean agree, (D,) or (T, D)."""
+def check_moments(name: str, mean: Array, cov: Array) -> None:
+    """Raise unless these are a mean (..., D), and its variances or its covariances (..., D, D)."""
+    mend = "Take moments.variance or moments.features of mj.Moments(mean, cov)."
+    structure, came = isinstance(cov, Covariance), type(cov).__name__
+    need(name, not structure, "variances or covariances as an array", came, mend, TypeError)
     check_array(name, mean)
+    check_array(name, cov)
     shape = tuple(mean.shape)
-    right, came = len(shape) in (1, 2) and target.shape == shape, f"{target.shape} and {shape}"
-    mend = f"For a batch, use jax.vmap({name}, in_axes=(None, 0, 0, 0))."
-    need(name, right, "target.shape == mean.shape, (D,) or (T, D)", came, mend)
-    return structure_of(name, mean, cov)
+    need(name, shape, "a mean of shape (..., D)", shape)
+    pairs = shape + shape[-1:]
+    rule = f"variances or covariances, of shape {shape} or {pairs} for a mean {shape}"
+    need(name, cov.shape in (shape, pairs), rule, cov.shape)
 
 
-def structure_of(name: str, mean: Array, cov: Cov) -> Covariance:
-    """The covariance of a mean (T, D), or (D,) as one token, as a structure; raises unless it fits."""
-    check_cov(name, tuple(mean.shape), cov)
-    if isinstance(cov, Covariance):
-        return cov
-    rows = (1, *mean.shape)[-2:]
-    if cov.ndim == mean.ndim:
-        return Diagonal.unchecked(cov.reshape(rows))
-    return Full.unchecked(cov.reshape(2 * rows))
-
-
-def check_cov(
-    name: str, shape: tuple[int, ...], cov: Cov, arrays: tuple[tuple[int, ...], ...] = ()
-) -> None:
-    """Raise unless `cov` is a structure or an array, of this shape (or twice), or of `arrays`."""
-    rule, came = "a covariance: an array or a structure", type(cov).__name__
-    need(name, hasattr(cov, "shape"), rule, came, error=TypeError)
-    check_floating(name, cov)
-    if isinstance(cov, Covariance):
-        # One token stands for a vector, as in the covariance that `mj.Bayesian` returns.
-        allowed = ((*shape[:-1], 1, *shape[-1:]), *((shape,) if len(shape) > 1 else ()))
-    else:
-        allowed = (shape, *(arrays or (shape + shape,)))
-    wanted = " or ".join(map(str, dict.fromkeys(allowed)))
-    rule = f"a covariance (variances, pairs, a structure) of shape {wanted} for a mean {shape}"
-    need(name, cov.shape in allowed, rule, cov.shape)
-
-
-def logits_cov(name: str, mean: Array, cov: Cov) -> Array:
-    """The covariance of logits (..., C) as an array, (..., C) or (..., C, C); raises unless it fits."""
-    check_array(name, mean)
-    need(name, mean.ndim, "logits of shape (..., C)", "()")
-    shape = tuple(mean.shape)
-    check_cov(name, shape, cov, (shape + shape[-1:],))
-    if not isinstance(cov, Covariance):
-        return cov
-    if cov.entrywise:
-        return cov.variance().reshape(shape)
-    return cov.token_blocks().reshape(shape + shape[-1:])
+def variance_of(mean: Array, cov: Array) -> Array:
+    """The variances of a mean, which may have come as covariances."""
+    return cov if cov.ndim == mean.ndim else diagonal_of(cov)
 
 
 def over_batch(fn: Callable[..., Any], mean: Array, *others: Array) -> Any:

@@ -23,20 +23,13 @@ from jax import Array
 from moment_jax.covariance.fields import need
 from moment_jax.covariance.numerics import safe_sqrt, vector_variance
 from moment_jax.linalg import psd_cholesky
-from moment_jax.objectives.checks import Cov, logits_cov, over_batch
+from moment_jax.objectives.checks import check_moments, over_batch
 from moment_jax.xla import inlined
 
 Pair = tuple[Array, Array]
 
 
-def log_class_probabilities(mean: Array, cov: Cov, *, num_points: int | None = None) -> Array:
-    """Log of `class_probabilities` without underflow; -inf, of derivative 0, where the mean is -inf."""
-    spread = logits_cov("class_probabilities", mean, cov)
-    count = count_points(num_points, default=512)
-    return over_batch(lambda m, c: _parts(m, c, count)[0], *wide(mean, spread))
-
-
-def class_probabilities(mean: Array, cov: Cov, *, num_points: int | None = None) -> Array:
+def class_probabilities(mean: Array, cov: Array, *, num_points: int | None = None) -> Array:
     """Predictive class probabilities E[softmax(f)], f ~ N(mean, cov), (..., C), by the cubature.
 
     They are nonnegative, sum to one, and have finite derivatives at any covariance. The table has the
@@ -59,8 +52,8 @@ def class_probabilities(mean: Array, cov: Cov, *, num_points: int | None = None)
 
     Args:
       mean: (..., C) mean logits; -inf for an impossible class, which gets exactly 0.
-      cov: their variances (..., C), or covariances (..., C, C), positive semidefinite and finite; or a
-        structure, of which each token's own covariance counts; ValueError or TypeError for others.
+      cov: their variances (..., C), or covariances (..., C, C), positive semidefinite and finite;
+        ValueError or TypeError for others.
       num_points: points of the cubature, rounded up to a power of two.
 
     Source: Transformer derivation, Eq. 1.
@@ -69,7 +62,7 @@ def class_probabilities(mean: Array, cov: Cov, *, num_points: int | None = None)
     [[0.68 0.32]
      [0.32 0.68]]
     """
-    return jnp.exp(log_class_probabilities(mean, cov, num_points=num_points))
+    return jnp.exp(probabilities_with_uncertainty(mean, cov, num_points=num_points)[0])
 
 
 class TokenUncertainty(NamedTuple):
@@ -81,16 +74,18 @@ class TokenUncertainty(NamedTuple):
 
 
 def probabilities_with_uncertainty(
-    mean: Array, cov: Cov, *, num_points: int | None = None
+    mean: Array, cov: Array, *, num_points: int | None = None
 ) -> tuple[Array, TokenUncertainty]:
-    """`log_class_probabilities` (..., C), and the uncertainty of the class, (...) each, nats.
+    """Log of `class_probabilities` (..., C), and the uncertainty of the class, (...) each, nats.
 
-    All are averages over the same points. So the epistemic part, the mean of KL(softmax(f_k) ||
+    The logs do not underflow, and are -inf, of derivative 0, where the mean is -inf. All are averages
+    over the same points. So the epistemic part, the mean of KL(softmax(f_k) ||
     E[softmax(f)]), is never negative, and exactly zero at zero covariance, or where all logits are -inf.
     """
-    known = wide(mean, logits_cov("probabilities_with_uncertainty", mean, cov))
+    check_moments("class_probabilities", mean, cov)
     count = count_points(num_points, default=512)
-    log_probs, aleatoric, epistemic = over_batch(lambda m, c: _parts(m, c, count), *known)
+    found = over_batch(lambda m, c: _parts(m, c, count), *wide(mean, cov))
+    log_probs, aleatoric, epistemic = found
     return log_probs, TokenUncertainty(aleatoric + epistemic, aleatoric, epistemic)
 
 

@@ -14,7 +14,6 @@ from jax import Array
 
 from moment_jax.covariance import Moments
 from moment_jax.covariance.fields import check_array, check_variances, need
-from moment_jax.covariance.numerics import vector_cov
 from moment_jax.expectations.quadrature import expected
 from moment_jax.linalg import psd_cholesky
 from moment_jax.objectives import predictive
@@ -30,8 +29,8 @@ NOISES = 128  # values of several random noises, for their predictive distributi
 class Gaussian:
     """y = f + noise, the noise Gaussian with the same variance for every example.
 
-    The noise variance is a scalar, (D,) variances of independent noises, or a (D, D) covariance; D is
-    the number of features of y. In the squared units of y, and positive (definite). It is a pytree leaf.
+    The noise variance is a scalar, or (D,) variances of independent noises; D is the number of features
+    of y. In the squared units of y, and positive. It is a pytree leaf.
     None where it is to be learned: `mj.Bayesian` then owns its logarithm, `mj.fit` trains it. Tokens of
     a sequence have independent noise.
     """
@@ -41,7 +40,7 @@ class Gaussian:
     def __call__(self, moments: Moments) -> predictive.GaussianPredictive:
         """The distribution of y: the moments of f plus the noise."""
         check_array("Gaussian", moments.mean)
-        noise = vector_cov(noise_array("Gaussian", self, moments.mean))
+        noise = diagonal_matrix(noise_array("Gaussian", self, moments.mean))
         features = moments.features
         cov = features + jnp.broadcast_to(noise, features.shape)
         return predictive.GaussianPredictive(moments.mean, cov)
@@ -140,16 +139,15 @@ Likelihood = Gaussian | HeteroscedasticGaussian | Categorical | Bernoulli
 
 
 def noise_array(name: str, likelihood: Gaussian, mean: Array) -> Array:
-    """The noise as (D,) variances, or as a (D, D) covariance if it was given as one."""
+    """The noise as (D,) variances."""
     came = "Gaussian(), whose noise is to be learned"
     mend = "Use it in mj.Bayesian(network, mj.Gaussian())."
     need(name, likelihood.noise_variance is not None, "Gaussian(noise_variance)", came, mend)
     noise, size = jnp.asarray(likelihood.noise_variance, mean.dtype), mean.shape[-1]
-    rule = f"Gaussian(noise_variance) with a scalar, ({size},) or ({size}, {size}) for {size} means"
-    need(name, noise.shape in ((), (size,), (size, size)), rule, noise.shape)
-    axes = "d" if noise.ndim == 2 else ""
-    check_variances(f"{name}` with `Gaussian(noise_variance)", likelihood.noise_variance, axes)
-    return jnp.broadcast_to(noise, (size,)) if noise.ndim == 0 else noise
+    rule = f"Gaussian(noise_variance) with a scalar or ({size},) for {size} means"
+    need(name, noise.shape in ((), (size,)), rule, noise.shape)
+    check_variances(f"{name}` with `Gaussian(noise_variance)", likelihood.noise_variance)
+    return jnp.broadcast_to(noise, (size,))
 
 
 def bounded_exp(exponent: Array) -> Array:

@@ -6,24 +6,23 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax import linalg
 from moment_jax.covariance.fields import check_array, known_values, need
 from moment_jax.expectations.quadrature import expected
 from moment_jax.objectives import checks, cubature, likelihoods, predictive
-from moment_jax.objectives.checks import Cov
 from moment_jax.objectives.likelihoods import Likelihood
 
 _NAME = "expected_log_likelihood"  # for messages
 
 
-def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, cov: Cov) -> Array:
+def expected_log_likelihood(
+    likelihood: Likelihood, target: Array, mean: Array, cov: Array
+) -> Array:
     """E[log p(target | f)] for a Gaussian output f ~ N(mean, cov), in nats: the data term of the ELBO.
 
     By Jensen's inequality it is never above the score log E[p(target | f)], the `log_prob` of a
     prediction.
 
-    Gaussian: closed form, log N(y; mean, N) - tr(N^-1 cov) / 2. Covariances between outputs
-    matter only where the noise N is correlated.
+    Gaussian: closed form, log N(y; mean, N) - tr(N^-1 cov) / 2, N the noise's diagonal covariance.
 
     HeteroscedasticGaussian: closed form. With c the covariance of the mean output mu and the log
     variance g, E[exp(-g) (y - mu)^2] = exp(-E g + Var g / 2) ((y - E mu + c)^2 + Var mu).
@@ -50,8 +49,8 @@ def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, 
         HeteroscedasticGaussian: y, (D,). Categorical: an integer class index of shape ().
       mean: Gaussian, Bernoulli: (D,) or (T, D). HeteroscedasticGaussian: (2 D,). Categorical: (C,)
         logits.
-      cov: variances in the mean's shape, all covariances in the mean's shape twice, or a structure
-        such as `Diagonal` or `Full`; of a vector (D,), the structure of one token.
+      cov: variances in the mean's shape, or covariances of the last axis, (D, D) or (T, D, D): those of
+        a structure are `variance` and `features` of `mj.Moments(mean, cov)`.
 
     Returns:
       A scalar, the sum over features and tokens; ValueError or TypeError if an argument is not so. Of a
@@ -59,62 +58,63 @@ def expected_log_likelihood(likelihood: Likelihood, target: Array, mean: Array, 
 
     Source: Transformer derivation, Eq. 5, 6 and 13, with noise, and the trace of the expected logarithm.
     """
+    checks.check_moments(_NAME, mean, cov)
     if isinstance(likelihood, likelihoods.Gaussian):
         return _gaussian(likelihood, jnp.asarray(target), mean, cov)
     if isinstance(likelihood, likelihoods.HeteroscedasticGaussian):
         return _heteroscedastic(jnp.asarray(target), mean, cov)
     if isinstance(likelihood, likelihoods.Categorical):
-        check_array(_NAME, mean)
         rule = "the logits of one example, of shape (C,)"
         need(_NAME, mean.ndim == 1, rule, mean.shape, "For a batch, use jax.vmap.")
-        logits_cov = checks.logits_cov(_NAME, mean, cov)
         label = checks.labels_of(_NAME, target, mean)
         num_points = cubature.count_points(likelihood.num_points)
-        mean, logits_cov = cubature.wide(mean, logits_cov)
+        mean, cov = cubature.wide(mean, cov)
         relative = mean - checks.of_label(mean, label)  # avoids cancellation between large numbers
-        return -cubature.expected_logsumexp(relative, logits_cov, num_points)
-    if isinstance(likelihood, likelihoods.Bernoulli):
-        return _bernoulli(target, mean, cov)
-    raise TypeError(
-        f"`{_NAME}` needs Gaussian, HeteroscedasticGaussian, Bernoulli or Categorical. Got "
-        f"{type(likelihood).__name__}."
-    )
+        return -cubature.expected_logsumexp(relative, cov, num_points)
+    rule, came = "one of `mj.objectives.Likelihood`", type(likelihood).__name__
+    need(_NAME, isinstance(likelihood, likelihoods.Bernoulli), rule, came, error=TypeError)
+    return _bernoulli(target, mean, cov)
 
 
-def _gaussian(likelihood: likelihoods.Gaussian, target: Array, mean: Array, cov: Cov) -> Array:
-    cov = checks.check_output(_NAME, target, mean, cov)
+def _check_target(target: Array, mean: Array) -> None:
+    shape = tuple(mean.shape)
+    right, came = len(shape) <= 2 and target.shape == shape, f"{target.shape} and {shape}"
+    mend = f"For a batch, use jax.vmap({_NAME}, in_axes=(None, 0, 0, 0))."
+    need(_NAME, right, "target.shape == mean.shape, (D,) or (T, D)", came, mend)
+
+
+def _gaussian(likelihood: likelihoods.Gaussian, target: Array, mean: Array, cov: Array) -> Array:
+    _check_target(target, mean)
     noise = likelihoods.noise_array(_NAME, likelihood, mean)
     residual = jnp.atleast_2d(target - mean)
     fit = jnp.sum(jax.vmap(predictive.log_normal, (0, None))(residual, noise))
-    if noise.ndim == 1:
-        return fit - jnp.sum(cov.variance() / noise[None]) / 2
-    root = linalg.inverse_root(noise)
-    return fit - jnp.einsum("tde,de->", cov.token_blocks(), linalg.dot(root.T, root)) / 2
+    variance = jnp.atleast_2d(checks.variance_of(mean, cov))
+    return fit - jnp.sum(variance / noise[None]) / 2
 
 
-def _heteroscedastic(target: Array, mean: Array, cov: Cov) -> Array:
-    check_array(_NAME, mean)
+def _heteroscedastic(target: Array, mean: Array, cov: Array) -> Array:
     size = target.shape[0] if target.ndim == 1 else -1
     rule = "a target (D,) and 2 D outputs: D means, then D log noise variances"
     came = f"{target.shape} and {mean.shape}"
     need(_NAME, mean.shape == (2 * size,), rule, came, "For a batch, use jax.vmap.")
-    cov = checks.structure_of(_NAME, mean, cov)
-    variance, cross = cov.variance()[0], jnp.diagonal(cov.token_blocks()[0], size)
+    variance = checks.variance_of(mean, cov)
+    cross = jnp.diagonal(cov, size) if cov.ndim == 2 else 0
     precision = likelihoods.bounded_exp(-mean[size:] + variance[size:] / 2)
     quadratic = precision * ((target - mean[:size] + cross) ** 2 + variance[:size])
     return -0.5 * jnp.sum(math.log(2 * math.pi) + mean[size:] + quadratic)
 
 
-def _bernoulli(target: Array, mean: Array, cov: Cov) -> Array:
+def _bernoulli(target: Array, mean: Array, cov: Array) -> Array:
     known = known_values(target)
     target = jnp.asarray(target)
-    variance = checks.check_output(_NAME, target, mean, cov).variance().reshape(mean.shape)
+    _check_target(target, mean)
     if known is not None:
         right, mend = (known >= 0) & (known <= 1), "Divide bytes by 255, or use Gaussian."
         came = f"{known.min()} to {known.max()}"
         need(_NAME, right.all(), "targets from 0 to 1", came, mend)
     nan = jnp.asarray(jnp.nan, mean.dtype)
     target = jnp.where((target >= 0) & (target <= 1), target, nan)
+    variance = checks.variance_of(mean, cov)
     return jnp.sum(target * mean - expected(jax.nn.softplus, mean, variance))
 
 

@@ -1,8 +1,8 @@
-"""Predictive distributions p(y* | x*), from the moments of a network's output (Eq. 1), and their scores.
+"""Predictive distributions p(y* | x*), from the moments of a network's output (Eq. 1).
 
-The distributions are what a likelihood makes of the moments: pytrees, of one example or of any batch
-(...). Scores of labels out of range raise an error if their values are known; in compiled code they are
-NaN, as they are of a NaN prediction.
+They are what a likelihood makes of the moments: pytrees, of one example or of any batch (...). Scores
+of labels out of range raise an error if their values are known; in compiled code they are NaN, as they
+are of a NaN prediction.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.scipy import special, stats
 
-from moment_jax.covariance.fields import check_array, need, register_fields
+from moment_jax.covariance.fields import need, register_fields
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.linalg import inverse_root
 from moment_jax.objectives.checks import labels_of, of_label, over_batch
@@ -93,10 +93,6 @@ class CategoricalPredictive:
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(lead) :]), given)
         return jax.lax.map(of_input, flat, batch_size=64).reshape(lead)
 
-    def sample(self, key: Array) -> Array:
-        """One class for each prediction, (...) integers."""
-        return jax.random.categorical(key, self.log_probs)
-
 
 def _likeliest(logs: Array) -> Array:
     """0 for the likeliest class of each row (P, C), else -inf; NaN in a row of NaN."""
@@ -134,10 +130,6 @@ class BernoulliPredictive:
         y, xlogy = _fitting(y, self.probs), special.xlogy
         return jnp.sum(xlogy(y, self.probs) + xlogy(1 - y, self.complement), axis=-1)
 
-    def sample(self, key: Array) -> Array:
-        """One target for each prediction, (..., D) integers."""
-        return jax.random.bernoulli(key, self.probs).astype(jnp.int32)
-
 
 @register_fields
 @dataclasses.dataclass(frozen=True)
@@ -170,10 +162,6 @@ class GaussianPredictive:
         """Log density of targets y (..., D), jointly over the last axis, (...), in nats."""
         return over_batch(log_normal, _fitting(y, self.mean) - self.mean, self.cov)
 
-    def sample(self, key: Array) -> Array:
-        """One draw of each target, (..., D)."""
-        return jax.random.multivariate_normal(key, self.mean, self.cov, method="svd")
-
 
 @register_fields
 @dataclasses.dataclass(frozen=True)
@@ -200,15 +188,6 @@ class MixturePredictive(GaussianPredictive):
         """Log density of targets y (..., D), jointly over the last axis, (...), in nats."""
         y = jnp.broadcast_to(_fitting(y, self.mean)[..., None, :], self.parts.mean.shape)
         return special.logsumexp(self.log_weights + self.parts.log_prob(y), axis=-1)
-
-    def sample(self, key: Array) -> Array:
-        """One draw of each target, (..., D), of the same part for all."""
-        of_part, of_target = jax.random.split(key)
-        # All rows have the same weights.
-        weights = self.log_weights.reshape(-1, self.log_weights.shape[-1])[0]
-        part = jax.random.categorical(of_part, weights)
-        mean, cov = self.parts.mean[..., part, :], self.parts.cov[..., part, :, :]
-        return GaussianPredictive(mean, cov).sample(of_target)
 
 
 @inlined
@@ -269,54 +248,3 @@ def _fitting(y: Array, like: Array) -> Array:
     rule = f"targets of the shape of their predictions, {like.shape}"
     need("log_prob", y.shape == like.shape, rule, y.shape)
     return y
-
-
-# -- scores of class probabilities ---------------------------------------------------------------------
-
-
-def negative_log_likelihood(probabilities: Array, labels: Array) -> Array:
-    """Mean of -log p(label) in nats over N examples, of probabilities (N, C) and integer labels (N,).
-
-    Probabilities are clipped at the smallest normal number: a label of probability zero costs 87 nats in
-    float32 instead of infinity. Like the metrics below it raises a ValueError if shapes do not fit,
-    there is no example, or a known label is out of range, TypeError if probabilities are not floating.
-    """
-    labels = _checked_labels("negative_log_likelihood", probabilities, labels)
-    chosen = over_batch(of_label, jnp.asarray(probabilities), labels)
-    return -jnp.mean(jnp.log(jnp.maximum(chosen, jnp.finfo(chosen.dtype).tiny)))
-
-
-def accuracy(probabilities: Array, labels: Array) -> Array:
-    """Share of examples whose most probable class (the first one in a tie) is the label."""
-    return jnp.mean(_hits(probabilities, _checked_labels("accuracy", probabilities, labels)))
-
-
-def expected_calibration_error(probabilities: Array, labels: Array, num_bins: int = 15) -> Array:
-    """Mean over the examples of |confidence - accuracy|, both the averages of an example's bin.
-
-    Confidence is the probability of the most probable class, bins are ((b-1) / num_bins, b / num_bins].
-    """
-    need("expected_calibration_error", num_bins >= 1, "num_bins >= 1", num_bins)
-    labels = _checked_labels("expected_calibration_error", probabilities, labels)
-    hits = _hits(probabilities, labels)
-    (probabilities,) = wide(probabilities)  # sums of many examples are none in bfloat16
-    confidence = jnp.max(probabilities, axis=1)
-    bins = jnp.clip(jnp.ceil(confidence * num_bins).astype(jnp.int32) - 1, 0, num_bins - 1)
-    excess = jax.ops.segment_sum(confidence - hits, bins, num_bins)
-    return jnp.sum(jnp.abs(excess)) / len(hits)
-
-
-@inlined
-def _hits(probabilities: Array, labels: Array) -> Array:
-    """1 where the most probable class is the label, else 0, (N,); NaN where either is invalid."""
-    hits = (jnp.argmax(probabilities, axis=1) == labels).astype(probabilities.dtype)
-    valid = (labels >= 0) & (labels < probabilities.shape[1])
-    return jnp.where(valid & ~jnp.isnan(jnp.max(probabilities, axis=1)), hits, jnp.nan)
-
-
-def _checked_labels(name: str, probabilities: Array, labels: Array) -> Array:
-    """Raise unless they are labels (N,) of probabilities (N, C)."""
-    check_array(name, probabilities)
-    shape, rule = probabilities.shape, "probabilities (N, C) of at least one example"
-    need(name, len(shape) == 2 and shape[0], rule, shape, "Flatten batch axes into one.")
-    return labels_of(name, labels, probabilities)

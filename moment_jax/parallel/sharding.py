@@ -1,20 +1,15 @@
-"""Meshes; where batches, moments and parameters lie on them."""
+"""Meshes; where batches and parameters lie on them."""
 
-import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from flax import nnx
-from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from moment_jax.covariance import Covariance
 from moment_jax.covariance.fields import need
 
-S = TypeVar("S", bound=Covariance)
 Path = Sequence[Any]
 DATA, MODEL = "data", "model"
 
@@ -24,8 +19,6 @@ SPLITS_OUTPUTS = frozenset({"query", "key", "value", "hidden"})
 SPLITS_INPUTS = frozenset({"out", "output"})
 TABLES = frozenset({"table", "embedding"})
 KERNELS = frozenset({"kernel"}) | TABLES
-
-# -- batches and moments -------------------------------------------------------------------------------
 
 
 def make_mesh(
@@ -58,37 +51,6 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
         right, mend = leaf.ndim and leaf.shape[0] % count == 0, f"Take a multiple of {count}."
         need("shard_batch", right, rule, came, mend)
     return jax.device_put(batch, NamedSharding(mesh, PartitionSpec(DATA)))
-
-
-def moment_specs(cov: Covariance) -> Covariance:
-    """Partition specs of a batch of covariances, in their structure: features over `model`."""
-
-    def spec(name: str, leaf: Array) -> PartitionSpec:
-        axes: list[str | None] = [None] * (leaf.ndim - 1)
-        if name in cov.feature_axes:
-            axes[cov.feature_axes[name]] = MODEL
-        return PartitionSpec(DATA, *axes)
-
-    fields: Any = cov
-    specs = {  # a field is an array, or holds some
-        field.name: jax.tree.map(partial(spec, field.name), getattr(cov, field.name))
-        for field in dataclasses.fields(fields)
-    }
-    return dataclasses.replace(fields, **specs)
-
-
-def constrain(mean: Array, cov: S, mesh: Mesh) -> tuple[Array, S]:
-    """Means (B, T, D) and their covariance, sharded as `moment_specs` says.
-
-    For use inside `jit`, on a mesh of `make_mesh` whose axes divide B and D.
-    """
-    specs = PartitionSpec(DATA, None, MODEL), moment_specs(cov)
-    places = jax.tree.map(partial(NamedSharding, mesh), specs)
-    constrained: tuple[Array, S] = jax.lax.with_sharding_constraint((mean, cov), places)
-    return constrained
-
-
-# -- parameters, by the names of their layers ----------------------------------------------------------
 
 
 def partition_spec(path: Path, shape: tuple[int, ...], sizes: Mapping[str, int]) -> PartitionSpec:

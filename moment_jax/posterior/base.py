@@ -115,15 +115,13 @@ class Posterior(abc.ABC):
         self._check_kernel("input_metric")
         return self._input_metric()
 
+    @abc.abstractmethod
     def rows(self, indices: Array) -> Posterior:
         """The belief about these rows (N,), (N, out); repeated ones would count as independent."""
-        self._check_kernel("rows")
-        return self._rows(indices)
 
+    @abc.abstractmethod
     def transpose(self) -> Posterior:
         """The belief about the transposed kernel, (out, in)."""
-        self._check_kernel("transpose")
-        return self._transpose()
 
     # -- biases and gains (D,) --------------------------------------------------------------------
 
@@ -154,12 +152,6 @@ class Posterior(abc.ABC):
 
     @abc.abstractmethod
     def _input_metric(self) -> Array: ...
-
-    @abc.abstractmethod
-    def _rows(self, indices: Array) -> Posterior: ...
-
-    @abc.abstractmethod
-    def _transpose(self) -> Posterior: ...
 
     def _vector_cov(self) -> Array | None:
         """None if the family holds kernels alone."""

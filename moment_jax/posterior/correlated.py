@@ -117,7 +117,7 @@ class KroneckerEigen(Posterior):
         total = self.variance @ jnp.sum(self.out_basis**2, axis=0)
         return (self.in_basis * total[None, :]) @ self.in_basis.T
 
-    def _rows(self, indices: Array) -> KroneckerEigen:
+    def rows(self, indices: Array) -> KroneckerEigen:
         return self.part(indices, slice(None))
 
     def part(self, rows: Any, columns: Any) -> KroneckerEigen:
@@ -125,7 +125,7 @@ class KroneckerEigen(Posterior):
         mean = self.mean[rows][:, columns]
         return KroneckerEigen(mean, self.in_basis[rows], self.out_basis[columns], self.variance)
 
-    def _transpose(self) -> KroneckerEigen:
+    def transpose(self) -> KroneckerEigen:
         return KroneckerEigen(self.mean.T, self.out_basis, self.in_basis, self.variance.T)
 
 
@@ -184,10 +184,10 @@ class FullNormal(Posterior):
     def _input_metric(self) -> Array:
         return jnp.einsum("iojo->ij", self.cov)
 
-    def _rows(self, indices: Array) -> FullNormal:
+    def rows(self, indices: Array) -> FullNormal:
         return FullNormal(self.mean[indices], self.cov[indices][:, :, indices])
 
-    def _transpose(self) -> FullNormal:
+    def transpose(self) -> FullNormal:
         return FullNormal(self.mean.T, self.cov.transpose(1, 0, 3, 2))
 
     def _vector_cov(self) -> Array:

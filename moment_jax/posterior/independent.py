@@ -40,10 +40,10 @@ class _Independent(Posterior):
     def _input_metric(self) -> Array:
         return jnp.sum(self.marginal_variance(), axis=1)
 
-    def _rows(self, indices: Array) -> Posterior:
+    def rows(self, indices: Array) -> Posterior:
         return jax.tree.map(lambda leaf: leaf[indices], self)
 
-    def _transpose(self) -> Posterior:
+    def transpose(self) -> Posterior:
         return jax.tree.map(jnp.transpose, self)
 
     def _vector_cov(self) -> Array:
@@ -157,9 +157,9 @@ class OutputShared(_Independent):
         total = jnp.sum(squares, axis=-1, keepdims=True)
         return total * jnp.broadcast_to(self.variance, (*total.shape[:-1], *self.variance.shape))
 
-    def _rows(self, indices: Array) -> OutputShared:
+    def rows(self, indices: Array) -> OutputShared:
         return OutputShared(self.mean[indices], self.variance)
 
-    def _transpose(self) -> Factorized:
+    def transpose(self) -> Factorized:
         # Transposed, every input has a variance of its own.
         return Factorized(self.mean.T, self.marginal_variance().T)

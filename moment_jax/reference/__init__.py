@@ -5,7 +5,7 @@
 """
 
 from moment_jax.reference.propositions import proposition1, proposition2, proposition3, proposition4
-from moment_jax.reference.sampling import Agreement, MonteCarloMoments, monte_carlo
+from moment_jax.reference.sampling import MonteCarloMoments, monte_carlo
 from moment_jax.reference.transformer import (
     DenseMoments,
     attention,
@@ -13,15 +13,14 @@ from moment_jax.reference.transformer import (
     dense_moments,
     encoder_block,
     feed_forward,
-    feed_forward_cross_cov,
     layer_norm,
     relu,
     softmax,
 )
 
 __all__ = [
-    "Agreement", "DenseMoments", "MonteCarloMoments", "attention",
-    "dense", "dense_moments", "encoder_block", "feed_forward", "feed_forward_cross_cov",
+    "DenseMoments", "MonteCarloMoments", "attention",
+    "dense", "dense_moments", "encoder_block", "feed_forward",
     "layer_norm", "monte_carlo", "proposition1", "proposition2", "proposition3",
     "proposition4", "relu", "softmax",
 ]  # fmt: skip

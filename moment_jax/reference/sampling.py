@@ -13,14 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
-from numpy.typing import ArrayLike
 
 from moment_jax.covariance.fields import need
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.posterior import sample_params
-from moment_jax.xla import diagonal_of
 
 
 class MonteCarloMoments(NamedTuple):
@@ -32,41 +29,11 @@ class MonteCarloMoments(NamedTuple):
     mean_error: Array
     variance_error: Array
     sd_error: Array
-    covariance: Array | None = None  # of the n entries, (n, n) in C order; None if not requested
-    covariance_error: Array | None = None  # likewise
-
-
-class Agreement(NamedTuple):
-    """How well means and standard deviations agree with the truth, over all elements that vary."""
-
-    mean_error: float  # root mean square of (mean - true mean) / true sd
-    sd_ratio: float  # mean of sd / true sd
-    sd_error: float  # mean of |sd / true sd - 1|
-    sd_correlation: float  # between sd and true sd; 0 where either is constant
-
-    @classmethod
-    def of(
-        cls, mean: ArrayLike, sd: ArrayLike, true_mean: ArrayLike, true_sd: ArrayLike
-    ) -> Agreement:
-        """Compare arrays of one shape, leaving out elements whose true sd is zero (a dead ReLU)."""
-        varies, given = np.asarray(true_sd) > 0, (mean, sd, true_mean, true_sd)
-        means, sds, true_means, true_sds = (np.asarray(x, np.float64)[varies] for x in given)
-        ratio = sds / true_sds
-        centred, true_centred = sds - sds.mean(), true_sds - true_sds.mean()
-        spread = np.sqrt(np.sum(centred**2) * np.sum(true_centred**2))
-        correlation = np.sum(centred * true_centred) / spread if spread > 0 else 0.0
-        return cls(
-            float(np.sqrt(np.mean(((means - true_means) / true_sds) ** 2))),
-            float(ratio.mean()),
-            float(np.abs(ratio - 1).mean()),
-            float(correlation),
-        )
 
 
 def monte_carlo(
-    fn: Callable[[Any], Array], params: Any, key: Array, num_samples: int, *,
-    batch_size: int = 128, covariance: bool = False,
-) -> MonteCarloMoments:  # fmt: skip
+    fn: Callable[[Any], Array], params: Any, key: Array, num_samples: int, *, batch_size: int = 128
+) -> MonteCarloMoments:
     """Moments of `fn(draw of params)` by sampling, with standard errors.
 
     Mean and variance are unbiased, in the dtype of the output (the default floating-point type if that
@@ -81,7 +48,8 @@ def monte_carlo(
       key: a JAX random key.
       num_samples: number of draws, at least 2, or ValueError (static).
       batch_size: draws evaluated, and in memory, at a time (static).
-      covariance: also estimate the (n, n) covariance of all n entries of the output.
+
+    The covariance of all entries is the mean of the product of their deviations from a known mean.
 
     >>> import moment_jax as mj
     >>> belief = mj.posterior.Factorized(jnp.ones(2), jnp.array([0.0, 4.0]))
@@ -101,7 +69,7 @@ def monte_carlo(
     num_batches = -(-num_samples // batch_size)
     batch_size = -(-num_samples // num_batches)
 
-    def add_batch(carry: tuple[Array, _Sums], batch: Array) -> tuple[Any, None]:
+    def add_batch(carry: tuple[Array, list[Array]], batch: Array) -> tuple[Any, None]:
         centre, sums = carry
         indices = batch * batch_size + jnp.arange(batch_size)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, indices)
@@ -111,60 +79,24 @@ def monte_carlo(
         near = draws[0] + jnp.mean(draws - draws[:1], axis=0)
         centre = jax.lax.stop_gradient(jnp.where(batch == 0, near, centre))
         x = jnp.where(kept, draws - centre[None], 0)
-        return (centre, jax.tree.map(jnp.add, sums, _Sums.of(x, covariance))), None
+        return (centre, [s + jnp.sum(x ** (i + 1), axis=0) for i, s in enumerate(sums)]), None
 
-    none = jnp.zeros((1, output.size), dtype)
-    start = none[0], _Sums.of(none, covariance)
+    none = jnp.zeros(output.size, dtype)
+    start = none, [none] * 4
     (centre, sums), _ = jax.lax.scan(add_batch, start, jnp.arange(num_batches))
-    found = sums.covariance_and_error(num_samples)
-    own = map(diagonal_of, found) if covariance else found
-    variance, error = (x.reshape(output.shape) for x in own)
+    n = num_samples
+    shift, second, third, fourth = (x.reshape(output.shape) / n for x in sums)
+    fourth = fourth - 4 * shift * third + 6 * shift**2 * second - 3 * shift**4  # about the mean
+    second = second - shift**2
+    variance = second * (n / (n - 1))
+    # The variance of an unbiased sample variance, whatever the distribution.
+    error = safe_sqrt((fourth - second**2 + 2 * second**2 / (n - 1)) / n)
     deviation, certain = safe_sqrt(variance), variance == 0
     return MonteCarloMoments(
-        mean=(centre + sums.first / num_samples).reshape(output.shape),
+        mean=centre.reshape(output.shape) + shift,
         variance=variance,
         standard_deviation=deviation,
         mean_error=deviation / num_samples**0.5,
         variance_error=error,
         sd_error=jnp.where(certain, 0, error / jnp.where(certain, 1, 2 * deviation)),
-        covariance=found[0] if covariance else None,
-        covariance_error=found[1] if covariance else None,
     )
-
-
-class _Sums(NamedTuple):
-    """Sums over draws x (n, D) less a centre: of each entry alone, (D,), or of all pairs, (D, D)."""
-
-    first: Array  # sum x_i, (D,)
-    product: Array  # sum x_i x_j
-    mixed: Array  # sum x_i^2 x_j
-    squares: Array  # sum x_i^2 x_j^2
-
-    @classmethod
-    def of(cls, x: Array, joint: bool) -> _Sums:
-        """The sums over these draws."""
-
-        def total(x: Array, y: Array) -> Array:
-            return x.T @ y if joint else jnp.sum(x * y, axis=0)
-
-        return cls(jnp.sum(x, axis=0), total(x, x), total(x**2, x), total(x**2, x**2))
-
-    def covariance_and_error(self, n: int) -> tuple[Array, Array]:
-        """Unbiased covariance, and its standard error whatever the distribution.
-
-        An unbiased sample covariance has the variance
-        (mu22 - mu11^2) / n + (mu20 mu02 + mu11^2) / (n (n - 1)).
-        """
-        joint = self.product.ndim == 2
-
-        def pairs(x: Array) -> tuple[Array, Array]:
-            return (x[:, None], x[None, :]) if joint else (x, x)
-
-        a, b = pairs(self.first / n)  # the means of x_i and x_j, about which the moments are
-        mu20, mu02 = pairs((diagonal_of(self.product) if joint else self.product) / n)
-        mu11 = self.product / n
-        mu22 = self.squares / n - 2 * b * self.mixed / n - 2 * a * self.mixed.T / n
-        mu22 = mu22 + b**2 * mu20 + a**2 * mu02 + 4 * a * b * mu11 - 3 * a**2 * b**2
-        mu11, mu20, mu02 = mu11 - a * b, mu20 - a**2, mu02 - b**2
-        small = (mu20 * mu02 + mu11**2) / (n - 1)
-        return mu11 * (n / (n - 1)), safe_sqrt((mu22 - mu11**2 + small) / n)

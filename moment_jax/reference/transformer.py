@@ -123,7 +123,11 @@ def relu(mean: Array, cov: Array) -> DenseMoments:
     """
     t, d = mean.shape
     variance = jnp.einsum("tdtd->td", cov)
-    positive, density = _positive(mean, variance)
+    certain = variance == 0  # then the density counts as zero
+    deviation = jnp.sqrt(jnp.where(certain, 1, variance))
+    standard = mean / deviation
+    positive = jnp.where(certain, mean > 0, jax.scipy.stats.norm.cdf(standard))
+    density = jnp.where(certain, 0, jax.scipy.stats.norm.pdf(standard) / deviation)
     out_mean = mean * positive + variance * density
     out_variance = (mean**2 + variance) * positive + mean * variance * density - out_mean**2
     pairs = (
@@ -134,34 +138,11 @@ def relu(mean: Array, cov: Array) -> DenseMoments:
     return DenseMoments(out_mean, jnp.where(same, out_variance[:, :, None, None], pairs))
 
 
-def _positive(mean: Array, variance: Array) -> tuple[Array, Array]:
-    """P(x > 0) and the density of x at 0 (zero where x is certain), for Gaussian x."""
-    certain = variance == 0
-    deviation = jnp.sqrt(jnp.where(certain, 1, variance))
-    standard = mean / deviation
-    positive = jnp.where(certain, mean > 0, jax.scipy.stats.norm.cdf(standard))
-    density = jnp.where(certain, 0, jax.scipy.stats.norm.pdf(standard) / deviation)
-    return positive, density
-
-
 def feed_forward(mean: Array, cov: Array, params: layers.FeedForwardParams) -> DenseMoments:
     """Moments of relu(x @ hidden) @ output, (T, D), each with its bias: derivation, section 4.6."""
     hidden = dense(mean, cov, params.hidden)
     active = relu(hidden.mean, hidden.cov)
     return dense(active.mean, active.cov, params.output)
-
-
-def feed_forward_cross_cov(mean: Array, cov: Array, params: layers.FeedForwardParams) -> Array:
-    """Cov[x, feed_forward(x)] to first order, (T, D, T, D): what a residual adds, twice.
-
-    Cov[x] E[J]^T with E[J] = hidden diag(E[relu']) output at the mean weights. The derivation, section
-    4.6, neglects it, and says so.
-    """
-    hidden = dense(mean, cov, params.hidden)
-    gain, _ = _positive(hidden.mean, jnp.einsum("tdtd->td", hidden.cov))
-    first, second = params.hidden.kernel.mean, params.output.kernel.mean
-    jacobians = jnp.einsum("if,sf,fo->sio", first, gain, second)
-    return jnp.einsum("tdsi,sio->tdso", cov, jacobians)
 
 
 def encoder_block(
@@ -171,8 +152,8 @@ def encoder_block(
     """First-order moments of norm2(z + feed_forward(z)), z = norm1(x + attention(x)), (T, D).
 
     Assumes what `attention` does, and that each branch is independent of its residual stream. That is
-    true of the first for certain x, never of the second (see `feed_forward_cross_cov`). Source:
-    Transformer derivation, section 4 and Figure 1.
+    true of the first for certain x, never of the second, whose covariance with its branch the derivation
+    neglects, and says so (4.6). Source: Transformer derivation, section 4 and Figure 1.
     """
     branch = attention(mean, cov, params.attention, num_heads=num_heads)
     mean, cov = layer_norm(mean + branch.mean, cov + branch.cov, params.norm1, epsilon=epsilon)

@@ -15,10 +15,9 @@ def heat(dx, dt):
 
 
 CASES = [
-    (lambda: b.diffusion_map(jnp.ones((1, 2))), "two points"),
-    (lambda: b.diffusion_map(jnp.ones((5, 2))), "coincide"),
+    (lambda: b.diffusion_map(jnp.ones((1, 2)), bandwidth=1.0), "two points"),
     (lambda: b.diffusion_map(jnp.eye(4), bandwidth=0.0), "bandwidth > 0"),
-    (lambda: b.diffusion_map(jnp.eye(4), count=4), "T - 1"),
+    (lambda: b.diffusion_map(jnp.eye(4), bandwidth=1.0, count=4), "T - 1"),
     (lambda: b.ito(lambda t, x: x, diffusion=lambda t, x: ONES)(0.0, ROW), "of the shape of x"),
     (lambda: b.ito(lambda t, x: x, drift=lambda t, x: ONES[0])(0.0, ROW), "drift of the shape"),
     (lambda: b.gaussian_kernel(ONES, ONES, bandwidth=0.0), "> 0"),

@@ -10,7 +10,7 @@ from experiments import accuracy
 from experiments.__main__ import main
 from experiments.accuracy import trained
 from experiments.accuracy.cases import read_case
-from moment_jax.reference import Agreement
+from experiments.agreement import Agreement
 
 
 def mlp_arrays(num_samples=4000):

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
-from experiments import classify, draws
+from experiments import classify, draws, predictions
 from experiments.__main__ import main
 from experiments.classify import compared, images, scores, selective
 from experiments.classify.images import Task
@@ -36,6 +36,13 @@ def test_the_temperature_is_found_that_probabilities_were_made_with():
     for temperature in (0.5, 1.0, 2.0):
         given = scores.tempered(truth, 1 / temperature)
         assert abs(scores.best_temperature(given, labels) / temperature - 1) < 0.03
+
+
+def test_the_calibration_error_by_its_definition():
+    confidence, hits = np.array([0.30, 0.33, 0.6, 1.0]), np.array([True, False, True, True])
+    right = (abs(0.63 - 1) + abs(0.6 - 1) + abs(1.0 - 1)) / 4
+    found = predictions.calibration_error(confidence, np.stack([hits, hits]))
+    np.testing.assert_allclose(found, [right, right])
 
 
 def test_spreads_are_those_of_the_noise_that_was_trained_with():

@@ -129,7 +129,7 @@ def test_few_examples_are_told_and_outputs_in_different_units_refused():
     ("change", "message"),
     [
         ({"held_out": (X, np.full(800, 2))}, "targets of shape .* from 0 to 1"),
-        ({"random": nnx.PathContains("none")}, "not all of them zero"),
+        ({"random": nnx.PathContains("none")}, "weights that `random` selects"),
         ({"likelihood": mj.Gaussian(-1.0)}, "positive noise variance"),
         ({"batch_size": 0}, "positive number as batch_size"),
         ({"network": net(np.nan * WEIGHTS)}, "finite outputs"),

@@ -128,8 +128,7 @@ def test_full_against_samples():
     mean, cov = jax.jit(
         lambda c, d: mj.decoder_block(MEAN, c, MEMORY, d, params, num_heads=HEADS, norm_first=True)
     )(*covs)
-    agreement = mj.reference.Agreement.of(
-        mean, jnp.sqrt(cov.variance()), truth.mean, truth.standard_deviation
-    )
-    assert agreement.mean_error < 4 / 20_000**0.5, agreement
-    assert agreement.sd_error < 0.02, agreement
+    ratio = jnp.sqrt(cov.variance()) / truth.standard_deviation
+    shift = (mean - truth.mean) / truth.standard_deviation
+    assert jnp.mean(shift**2) ** 0.5 < 4 / 20_000**0.5
+    assert jnp.abs(ratio - 1).mean() < 0.02

@@ -143,7 +143,7 @@ def survivors(bend, faults, model_of, off, bound, networks, monkeypatch):
     all_of, caught = set(), set()
     with jax.numpy_rank_promotion("allow"):
         for make, x, structure in networks:
-            model = model_of(mj.Bayesian(make(), structure=mj.Full, batch_axes=0))
+            model = model_of(mj.Bayesian(make(), structure=mj.Full))
             fn = as_function(model, {})
             run, names = mutants(fn, x, structure, bend, model.beliefs, monkeypatch)
             figure = off(fn, model.beliefs, x)

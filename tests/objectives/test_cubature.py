@@ -10,7 +10,6 @@ import pytest
 import scipy.special
 import scipy.stats
 
-from moment_jax.objectives import log_class_probabilities
 from moment_jax.objectives.cubature import (
     expected_logsumexp,
     gaussian_points,
@@ -27,7 +26,7 @@ def uncertainty(mean, cov, num_points):
 
 
 def log_softmax(mean, cov, num_points):
-    return log_class_probabilities(mean, cov, num_points=num_points)
+    return probabilities_with_uncertainty(mean, cov, num_points=num_points)[0]
 
 
 FUNCTIONS = {"logsumexp": expected_logsumexp, "softmax": log_softmax, "uncertainty": uncertainty}

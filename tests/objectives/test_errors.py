@@ -29,7 +29,6 @@ BAD_VALUES = [
     (ell, Categorical(), (), (3,), (3,), "integer class"),
     (o.class_probabilities, (3,), (2, 2), PAIRS),
     (o.class_probabilities, (2, 3), (3,), r"\(2, 3\) or \(2, 3, 3\)"),
-    (o.class_probabilities, (2, 3), mj.Diagonal.zeros((1, 3)), r"\(2, 1, 3\) or \(2, 3\)"),
     (lambda: HeteroscedasticGaussian()(mj.Moments(ONES, mj.Diagonal(ONES[None]))), "2 D outputs"),
     (o.kl_warmup, 0, 10, -1.0, "final >= 0. Got 10, -1"),
     (o.kl_warmup, 0, -1, "num_steps >= 0"),
@@ -44,6 +43,7 @@ BAD_TYPES = [
     (ell, Gaussian(1.0), (3,), ONES, INTS, INTEGERS),
     (ell, Categorical(), 0, INTS, ONES, INTEGERS),
     (ell, Bernoulli(), (3,), [1.0, 1.0, 1.0], ONES, "Got list. Use jnp.asarray"),
+    (o.class_probabilities, ONES, mj.Diagonal.zeros((1, 3)), "Got Diagonal. Take moments.var"),
     (o.elbo, INTS, 1.7, INTEGERS),
 ]  # fmt: skip
 

@@ -125,15 +125,9 @@ def test_moments_of_a_batch(structure, lead):
             (moments.sd**2, own),
             (moments.variance, own),
             (moments.features, blocks),
-            (class_probabilities(mean, cov), class_probabilities(rows, blocks)),
-            (epistemic(mean, cov), epistemic(rows, blocks)),
             (mj.Bernoulli()(moments).probs, expected(jax.nn.sigmoid, rows, own)),
             (Gaussian(0.5)(moments).variance, own + 0.5),
         ]
-        if lead[-1] == 1:
-            fit = jax.vmap(expected_log_likelihood, (None, 0, 0, 0))
-            likelihoods = (Categorical(), jnp.arange(4) % 3), (Gaussian(0.5 * jnp.eye(3)), mean)
-            pairs += [(fit(*one, mean, cov), fit(*one, mean, blocks)) for one in likelihoods]
         return [(found.ravel(), right.ravel()) for found, right in pairs]
 
     for found, right in both(mean, dense):

@@ -223,9 +223,9 @@ def test_queries_that_are_a_part_of_the_memory_share_its_noise():
             return self.attention(x[:, : self.count], x, x)
 
     def moments(count):
-        model = mj.Bayesian(ClassAttention(count), structure=mj.Full, batch_axes=0)
+        model = mj.Bayesian(ClassAttention(count), structure=mj.Full)
         found = nnx.jit(lambda model, x: model(x))(model, X[:1])
-        return found.mean[0], found.cov.cov
+        return found.mean[0], found.cov.cov[0]
 
     (mean, cov), (first, of_first) = moments(T), moments(1)
     assert jnp.allclose(first, mean[:1], rtol=1e-5)

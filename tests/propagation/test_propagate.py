@@ -506,7 +506,7 @@ def test_a_model_called_with_other_batch_axes_is_told_so(linearised):
         ValueError, match=r"has all of theirs.*\(4,\)\. For one input, use x\[None\]"
     ):
         of(jnp.ones(4, jnp.float32))
-    with pytest.raises(ValueError, match=r"one axis less.*\(2, 3, 4\)\. Give batch_axes=2"):
+    with pytest.raises(ValueError, match=r"one axis less.*\(2, 3, 4\)\. Make one of"):
         of(jnp.ones((2, 3, 4), jnp.float32))
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.stats import norm
 
 from moment_jax import reference
 from moment_jax.covariance import Full
@@ -95,6 +96,10 @@ def test_block_with_its_residual_covariance():
     branch = reference.attention(mean, cov, params.attention, num_heads=2)
     mean, cov = reference.layer_norm(mean + branch.mean, branch.cov, params.norm1)
     branch = reference.feed_forward(mean, cov, params.feed_forward)
-    cross = reference.feed_forward_cross_cov(mean, cov, params.feed_forward)
+    hidden, output = params.feed_forward.hidden, params.feed_forward.output
+    inner, inner_cov = reference.dense(mean, cov, hidden)
+    gain = norm.cdf(inner / np.sqrt(np.einsum("tdtd->td", inner_cov)))  # E[relu']
+    jacobians = np.einsum("if,sf,fo->sio", hidden.kernel.mean, gain, output.kernel.mean)
+    cross = jnp.einsum("tdsi,sio->tdso", cov, jacobians)
     total = cov + branch.cov + cross + cross.transpose(2, 3, 0, 1)
     assert_same(got, reference.layer_norm(mean + branch.mean, total, params.norm2))

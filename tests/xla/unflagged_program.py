@@ -134,7 +134,9 @@ def ways_in():
 
     def expected_log_likelihood(x, params):
         gaussian = mj.objectives.Gaussian(0.5)
-        return mj.objectives.expected_log_likelihood(gaussian, x, *mj.dense(x, certain, params))
+        moments = mj.Moments(*mj.dense(x, certain, params))
+        given = moments.mean, moments.features
+        return mj.objectives.expected_log_likelihood(gaussian, x, *given)
 
     return {
         "nnx.jit": error(nnx.jit(lambda x: sums(layer(x[None])))(X), expected),
