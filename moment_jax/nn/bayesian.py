@@ -249,7 +249,7 @@ class Bayesian(Module):
         """The predictive distribution, `likelihood(model(x))`, compiled and in batches.
 
         Its arrays have the network's output shape: `probs`, `label`, `entropy`, `epistemic` of classes,
-        `mean`, `sd`, `interval(.9)` of real values, and `log_prob(y)` of both.
+        `mean`, `sd`, `interval(.9)` of real values, and `log_prob(y)` and `sample(key)` of both.
         """
         self._needs_likelihood("predict")
         check_inputs(inputs, self.structure)

@@ -93,6 +93,10 @@ class CategoricalPredictive:
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(lead) :]), given)
         return jax.lax.map(of_input, flat, batch_size=64).reshape(lead)
 
+    def sample(self, key: Array) -> Array:
+        """One class for each prediction, (...) integers."""
+        return jax.random.categorical(key, self.log_probs)
+
 
 def _likeliest(logs: Array) -> Array:
     """0 for the likeliest class of each row (P, C), else -inf; NaN in a row of NaN."""
@@ -130,6 +134,10 @@ class BernoulliPredictive:
         y, xlogy = _fitting(y, self.probs), special.xlogy
         return jnp.sum(xlogy(y, self.probs) + xlogy(1 - y, self.complement), axis=-1)
 
+    def sample(self, key: Array) -> Array:
+        """One target for each prediction, (..., D) integers."""
+        return jax.random.bernoulli(key, self.probs).astype(jnp.int32)
+
 
 @register_fields
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +170,10 @@ class GaussianPredictive:
         """Log density of targets y (..., D), jointly over the last axis, (...), in nats."""
         return over_batch(log_normal, _fitting(y, self.mean) - self.mean, self.cov)
 
+    def sample(self, key: Array) -> Array:
+        """One draw of each target, (..., D)."""
+        return jax.random.multivariate_normal(key, self.mean, self.cov, method="svd")
+
 
 @register_fields
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +200,15 @@ class MixturePredictive(GaussianPredictive):
         """Log density of targets y (..., D), jointly over the last axis, (...), in nats."""
         y = jnp.broadcast_to(_fitting(y, self.mean)[..., None, :], self.parts.mean.shape)
         return special.logsumexp(self.log_weights + self.parts.log_prob(y), axis=-1)
+
+    def sample(self, key: Array) -> Array:
+        """One draw of each target, (..., D), of the same part for all."""
+        of_part, of_target = jax.random.split(key)
+        # All rows have the same weights.
+        weights = self.log_weights.reshape(-1, self.log_weights.shape[-1])[0]
+        part = jax.random.categorical(of_part, weights)
+        mean, cov = self.parts.mean[..., part, :], self.parts.cov[..., part, :, :]
+        return GaussianPredictive(mean, cov).sample(of_target)
 
 
 @inlined

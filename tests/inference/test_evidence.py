@@ -200,6 +200,7 @@ def test_members_are_averaged(average):
     second = np.mean([part.variance + part.mean**2 for part in parts], axis=0)
     np.testing.assert_allclose(found.variance, second - found.mean**2, rtol=1e-5)
     np.testing.assert_allclose(jnp.diagonal(found.cov, axis1=1, axis2=2), found.variance, rtol=1e-5)
+    assert found.sample(jax.random.key(0)).shape == (40, 2)
     compiled = nnx.jit(lambda model, x: model.log_prob(x, Y))(model, X)
     np.testing.assert_allclose(compiled, found.log_prob(Y), rtol=1e-5)
     with pytest.raises(TypeError, match=r"mj.Bayesian\. Got an empty one"):
