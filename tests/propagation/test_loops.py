@@ -1,7 +1,5 @@
 """Loops over stacked weights and `jax.checkpoint` are kept; memories, random inputs and landmarks."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 
@@ -154,7 +152,7 @@ def list_and_loop(fn, weights):
     def found():  # a new function each time, which JAX has not traced before
         pass_ = mj.propagate(lambda ws, x: fn(x @ ws[0], ws[1:]), structure=mj.Full)
         try:
-            return str(jax.make_jaxpr(pass_)(weights, X[0])), pass_(weights, X[0])
+            return traced(pass_, weights, X[0])
         except mj.PropagationError as error:
             return str(error), None
 
@@ -262,9 +260,8 @@ def test_landmarks_are_those_of_the_layers():
     def both(model, x):
         params = mj.DenseParams(model.beliefs["kernel"], model.beliefs["bias"])
         start = mj.Separable.zeros(x.shape, x.dtype, landmarks=r)
-        return jax.tree.map(lambda x: x[0], tuple(model(x[None]))), tuple(
-            mj.dense(x, start, params)
-        )
+        found = jax.tree.map(lambda x: x[0], tuple(model(x[None])))
+        return found, tuple(mj.dense(x, start, params))
 
     jax.tree.map(assert_close, *both(model, x))
     encoder = mj.Bayesian(mj.nn.Encoder(1, D, 2, rngs=nnx.Rngs(0)), landmarks=r)

@@ -1,7 +1,5 @@
 """What the networks of the zoo have in common: a module, inputs, layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +15,6 @@ draws = np.random.default_rng(5)
 real = lambda *shape: jnp.asarray(draws.normal(size=(2, *shape)), jnp.float32)  # noqa: E731
 REAL, IMAGE = real(T, 6), real(8, 8, 3)
 IDS = jnp.asarray(draws.integers(0, 11, (2, T)), jnp.int32)
-VALID = jnp.asarray(np.arange(T) < [[5], [T]], jnp.int32)
 EDGES = jnp.asarray((draws.random((2, T, T)) < 0.3) | np.eye(T, dtype=bool))
 
 PLACE = jnp.arange(T)
