@@ -1,7 +1,5 @@
 """Architecture: rooms import only rooms below them, few know Flax, and experiments use public names."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Embeddings with random tables: covariance, tied logits, ids out of range, positions."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -127,14 +125,6 @@ def test_ids_out_of_range_are_nan_in_compiled_code(structure):
         assert_close(mean[1], table.mean[2])
         assert np.isnan(mean[[0, 2]]).all()
         assert not (variance[[0, 2]] > 0).any()
-
-
-def test_ids_out_of_range_are_nan_in_a_model():
-    """As in Flax's own layer."""
-    mean, cov = mj.Bayesian(nnx.Embed(ROWS, 2, rngs=nnx.Rngs(0)))(np.array([[2, ROWS]]))
-    assert np.isfinite(mean[:, 0]).all()
-    assert np.isnan(mean[:, 1]).all()
-    assert not (cov.variance()[:, 1] > 0).any()
 
 
 TABLE = mj.posterior.Factorized(jnp.zeros((ROWS, 2)), jnp.ones((ROWS, 2)))
