@@ -101,7 +101,7 @@ def run():
 
 
 # Post-norm has no branch of a structure's own.
-SLOW = [(mj.Separable, True), (mj.Full, True), (mj.Separable, False)]
+SLOW = [(mj.Separable, True), (mj.Full, True), (mj.Diagonal, False)]
 blocks = pytest.mark.parametrize(
     ("structure", "norm_first"),
     [(mj.Diagonal, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
