@@ -1,7 +1,5 @@
 """Where parameters and moments lie; what is computed there is in tests/experiments/test_scale.py."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

@@ -1,7 +1,5 @@
 """Compilation that takes long is told."""
 
-from __future__ import annotations
-
 import warnings
 
 import jax

@@ -1,7 +1,5 @@
 """The site: built by its one command, every link of every page leads somewhere, and it opens."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Every layer of a sequence, under one signature."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp

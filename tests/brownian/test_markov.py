@@ -6,7 +6,7 @@ import pytest
 from scipy.stats import spearmanr
 
 import moment_jax as mj
-from tests.brownian.test_kernels import sphere_tokens
+from tests.brownian.test_identities import sphere_tokens
 from tests.builders import assert_close
 
 brownian = mj.brownian

@@ -1,7 +1,5 @@
 """Safe quotients and roots stay finite, and so do their derivatives."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -120,14 +120,6 @@ def test_second_derivative_of_mean_is_curvature(family):
     np.testing.assert_allclose(curvature, np.sqrt(2.0) * out.second / 0.4, rtol=1e-9)
 
 
-def test_jit_and_vmap(family):
-    m, v = np.array([-0.7, 0.4, 1.3]), np.array([0.01, 0.5, 1.0])
-    mapped = jax.jit(jax.vmap(family.moments))(m, v)
-    for plain, one, jitted in zip(family.moments(m, v), mapped, at(family, m, v)[0], strict=True):
-        np.testing.assert_allclose(jitted, plain, rtol=1e-12, atol=1e-14)
-        np.testing.assert_allclose(one, plain, rtol=1e-12, atol=1e-14)
-
-
 def test_errors(family):
     with pytest.raises(ValueError, match=r"variance\.shape == mean\.shape"):
         family.moments(jnp.zeros(3), jnp.zeros(4))

@@ -90,9 +90,7 @@ def test_an_mlp_against_its_samples(tmp_path):
 
 
 @pytest.mark.slow
-def test_blocks_with_a_head_have_two_lines_and_full_is_skipped_where_it_is_too_large(
-    tmp_path, capsys
-):
+def test_blocks_with_a_head_have_two_lines_and_full_is_skipped_where_too_large(tmp_path, capsys):
     np.savez(tmp_path / "small.npz", **block_arrays())
     records = compare(tmp_path, "Diagonal", "Full", "--full-limit", "1e-9")
     assert [record["case"] for record in records] == ["small", "small logits", "small"]
@@ -101,12 +99,8 @@ def test_blocks_with_a_head_have_two_lines_and_full_is_skipped_where_it_is_too_l
 
 @pytest.mark.slow
 def test_networks_that_are_trained_here(tmp_path, monkeypatch):
-    small = {
-        "STEPS": 3,
-        "NUM_BLOCKS": 1,
-        "NUM_FEATURES": 8,
-        "NETWORKS": {"cold": (0.1, "every token")},
-    }
+    small = {"STEPS": 3, "NUM_BLOCKS": 1, "NUM_FEATURES": 8}
+    small["NETWORKS"] = {"cold": (0.1, "every token")}
     for name, value in small.items():
         monkeypatch.setattr(trained, name, value)
     monkeypatch.setattr(accuracy, "SAMPLED", (10, 200))

@@ -74,7 +74,7 @@ class Flat(nnx.Module):
         self.head = nnx.Linear(64, 10, rngs=rngs)
 
     def __call__(self, x):
-        return self.head(x.reshape(len(x), -1))
+        return self.head(x.reshape(*x.shape[:-2], -1))
 
 
 COUNTS = ["--seeds", "2", "--members", "2", "--plain-steps", "3", "--steps", "2", "--samples", "2"]

@@ -1,4 +1,4 @@
-"""The discrete autoencoder's experiment at a tiny size, and its scores of a known network."""
+"""The discrete autoencoder by definitions and known scores; its experiment at a tiny size."""
 
 import json
 
@@ -12,13 +12,67 @@ import moment_jax as mj
 from experiments import discrete
 from experiments.__main__ import main
 from experiments.autoencoder import DiscreteAutoencoder
+from tests.builders import assert_close
+
+CODES, SIZE = 5, 4
+IMAGES = (jax.random.uniform(jax.random.key(0), (3, SIZE, SIZE)) > 0.5).astype(jnp.float32)
+KEY = jax.random.key(1)
+
+
+def linear_autoencoder(patch=2, codes=CODES):
+    """Transformers, in whose place linear layers are, take minutes to compile."""
+    sizes = (patch**2, codes), (codes, patch**2)
+    encoder, decoder = (nnx.Linear(*size, rngs=nnx.Rngs(0)) for size in sizes)
+    return DiscreteAutoencoder(encoder, decoder, mj.nn.Patches(patch), codes)
+
+
+@pytest.mark.slow
+def test_certain_weights_make_the_plain_network():
+    """With relaxed codes; the next test has hard ones."""
+    plain = linear_autoencoder()
+    certain = plain.bayesian(family=mj.posterior.Point, structure=mj.Diagonal)
+    bound = nnx.jit(
+        lambda model: model.negative_elbo(IMAGES, KEY, 0.5, dataset_size=3, kl_weight=0)
+    )
+    mine, theirs = bound(certain), bound(plain)
+    assert float(theirs.weight_kl) == 0
+    assert_close(mine.code_kl, theirs.code_kl, 1e-4)
+    assert_close(mine.total, theirs.total, 1e-4)
+
+
+@pytest.mark.slow
+def test_parts_are_what_they_are_called_and_have_gradients():
+    """Each part from its definition: draws of codes, the likelihood spelled out, both divergences."""
+    options = {"structure": mj.Diagonal, "relative_scale": 0.3, "learn_prior": True}
+    model = linear_autoencoder().bayesian(**options)
+    options = {"dataset_size": 10, "kl_weight": 0.5, "straight_through": True}
+
+    @nnx.jit
+    def parts(model):
+        def loss(model):
+            bound = model.negative_elbo(IMAGES, KEY, 1.0, **options)
+            return bound.total.mean(), bound
+
+        log_probs = model.code_log_probs(IMAGES)
+        z = jax.nn.one_hot(mj.discrete.gumbel_max(KEY, log_probs), CODES)
+        decoded, (slopes, bound) = model.decoder(z), nnx.grad(loss, has_aux=True)(model)
+        return bound, log_probs, decoded.mean, decoded.sd, model.kl(), slopes
+
+    bound, log_probs, mean, sd, kl, slopes = parts(model)
+    nodes, weights = np.polynomial.hermite_e.hermegauss(40)
+    logits = np.asarray(mean)[..., None] + np.asarray(sd)[..., None] * nodes
+    softplus = np.logaddexp(0, logits) @ (weights / weights.sum())
+    fit = np.asarray(model.patches(IMAGES)) * mean - softplus
+    assert_close(bound.reconstruction, -np.sum(fit, axis=(1, 2)), 1e-4)
+    code_kl = jnp.sum(jnp.exp(log_probs) * (log_probs + jnp.log(CODES)), axis=(1, 2))
+    assert_close(bound.code_kl, code_kl, 1e-4)
+    assert_close(bound.weight_kl, 0.5 * kl / 10, 1e-5)
+    assert all(np.isfinite(x).all() and np.any(x != 0) for x in jax.tree.leaves(slopes))
 
 
 @pytest.mark.slow
 def test_the_experiment(tmp_path, monkeypatch):
-    """Linear layers are in the place of the Transformers, whose gradients take minutes to compile."""
-    encoder, decoder = (nnx.Linear(*s, rngs=nnx.Rngs(0)) for s in ((16, 4), (4, 16)))
-    network = DiscreteAutoencoder(encoder, decoder, mj.nn.Patches(4), 4)
+    network = linear_autoencoder(4, 4)
     monkeypatch.setattr(discrete, "autoencoder", lambda seed: network)
     options = "--steps 2 --plain-steps 3 --batch-size 4 --draws 2 --structure Diagonal"
     assert main(["discrete", *options.split(), "--out", str(tmp_path)]) == 0

@@ -45,9 +45,8 @@ def test_no_hour_is_in_two_parts():
 
 def test_a_network_sees_nothing_of_what_it_forecasts():
     part = data.windows(year(10), 0, 10 * DAY)
-    known, other = (
-        data.tokens(each, 1.0)[:3] for each in (part, part._replace(future=0 * part.future))
-    )
+    parts = part, part._replace(future=0 * part.future)
+    known, other = (data.tokens(each, 1.0)[:3] for each in parts)
     for left, right in zip(known, other, strict=True):
         np.testing.assert_array_equal(left, right)
 
@@ -55,9 +54,8 @@ def test_a_network_sees_nothing_of_what_it_forecasts():
 @pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_changes_go_straight_to_the_means_and_add_their_own_variance():
-    given = data.tokens(data.Windows(*(array[:42:7] for array in data.split(year()).train)), 0.5)[
-        :3
-    ]
+    few = data.Windows(*(array[:42:7] for array in data.split(year()).train))
+    given = data.tokens(few, 0.5)[:3]
     model = network.bayesian_forecaster("Diagonal", 7, 0)
     moments = nnx.jit(lambda model: model(*given))
     without, kernel = moments(model), model.weights["linear"]["kernel"]
@@ -91,9 +89,8 @@ def test_scores_of_forecasts_by_their_definitions():
     low, high = law.interval(0.9)
     found = seq2seq.scores(law, truth)
     expected = -law.logpdf(truth).mean(), crps.mean(), np.mean((low <= truth) & (truth <= high))
-    np.testing.assert_allclose(
-        [found[k] for k in ("nll", "crps", "coverage_90")], expected, atol=1e-3
-    )
+    found = [found[k] for k in ("nll", "crps", "coverage_90")]
+    np.testing.assert_allclose(found, expected, atol=1e-3)
 
 
 @pytest.mark.slow

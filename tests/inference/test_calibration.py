@@ -1,7 +1,5 @@
 """`calibrate`: the factor is a maximum of the held-out density; doubt follows the network's errors."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

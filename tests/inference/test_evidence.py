@@ -1,7 +1,5 @@
 """The evidence: linear regression, a joint belief of all weights, averages, the default, errors."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """`fit`: trained models that predict, early stopping, noise, columns in any unit, loud errors."""
 
-from __future__ import annotations
-
 import warnings
 
 import jax
@@ -95,9 +93,8 @@ def test_a_trained_network_is_brought_along_in_its_own_units(objective, likeliho
     if likelihood is GAUSSIAN:
         last.bias.set_value(np.full(2, 1000.0))
     options = {"structure": mj.Diagonal} if objective == "elbo" else {}
-    model = mj.fit(
-        net, likelihood, (x, y), objective=objective, max_steps=1, learning_rate=1e-9, **options
-    )
+    options |= {"objective": objective, "max_steps": 1, "learning_rate": 1e-9}
+    model = mj.fit(net, likelihood, (x, y), **options)
     np.testing.assert_allclose(model.at_means()(x), net(x), atol=1e-3 * own.std())
 
 

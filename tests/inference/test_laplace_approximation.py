@@ -1,7 +1,5 @@
 """Laplace approximations: the exact Gauss-Newton blocks of any layer, or an error."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +10,6 @@ import moment_jax as mj
 from moment_jax.inference import laplace
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian
 from moment_jax.posterior import FullNormal
-from tests.propagation.models import MyMLP
 
 X = jax.random.normal(jax.random.key(0), (24, 3))
 ZEROS = X, jnp.zeros((24, 1))
@@ -46,6 +43,12 @@ class Of(nnx.Module):
 
 def dense(rows, columns):
     return nnx.Linear(rows, columns, rngs=nnx.Rngs(0), **WIDE)
+
+
+def perceptron(rngs):
+    sizes = (3, 32), (32, 32), (32, 2)
+    first, second, head = (nnx.Linear(*size, rngs=rngs) for size in sizes)
+    return nnx.Sequential(first, nnx.relu, nnx.Dropout(0.1, rngs=rngs), second, nnx.silu, head)
 
 
 def tokens(x, count):
@@ -206,7 +209,7 @@ def test_other_parameters_than_those_of_the_filter_are_certain():
 
 @pytest.mark.slow
 def test_the_evidence_is_highest_at_the_chosen_precision_and_batches_do_not_matter():
-    model = evaluated(MyMLP)
+    model = evaluated(perceptron)
     data = X, jnp.sin(X[:, :2])
 
     def found(precision=None):
@@ -230,7 +233,7 @@ def test_the_evidence_is_highest_at_the_chosen_precision_and_batches_do_not_matt
 
 def test_blocks_of_one_example_seen_many_times_are_the_dense_matrix_s_own():
     """Kronecker factors are exact then; counts of examples and the softmax's Hessian show."""
-    model = evaluated(MyMLP)
+    model = evaluated(perceptron)
     nnx.update(model, jax.tree.map(lambda w: w.astype(jnp.float64), nnx.state(model, nnx.Param)))
     x = jnp.tile(X[:1].astype(jnp.float64), (5, 1))
     labels = jnp.zeros(5, int)

@@ -1,42 +1,39 @@
 """Laws of the blocks, by one program of a pre-norm and one of a post-norm block for each structure.
 
-A row of its batch is an input; its results are moments and gradients, after one block or two.
+A row of its layers.batch is an input; its results are moments and gradients, after one block or two.
 """
-
-from __future__ import annotations
 
 import functools
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import moment_jax as mj
-from moment_jax.covariance import Covariance
+from moment_jax.layers import rules
+from tests import builders
 from tests.builders import (
+    ALL_STRUCTURES,
     assert_close,
     assert_semidefinite,
-    decoder_of,
     first_tokens,
     random_block,
+    random_cov,
     random_dense,
-    random_moments,
     scaled,
     stacked,
 )
+from tests.laws import test_layers as layers
+from tests.laws.test_layers import EVERY_KEY, GAINS, REAL, SHAPE
 
-SHAPE, REAL, SEEN = (4, 6), 3, 2  # REAL tokens in a row with padding; later ones than SEEN change
+SEEN = 2  # later tokens change
 KEYS = jax.random.split(jax.random.key(4), 6)
 BLOCK = random_block(KEYS[0], SHAPE[1], 8, 0.3)
-SURE = random_block(jax.random.key(5), SHAPE[1], 8, 0.1)  # see tests/laws/test_layers.py
 MEAN = np.asarray(jax.random.normal(KEYS[1], SHAPE))
-EVERY_KEY = np.ones((SHAPE[0], SHAPE[0]), bool)
 CAUSAL = np.tril(EVERY_KEY)
-COUNT = 200
-GAINS = [("x", 1), ("x", 10), ("x", 100), ("x", 1000), ("both", 1), ("both", 10), ("both", 100)]
 
 
 def block(mean, cov, params, mask, norm_first):
@@ -49,7 +46,7 @@ def changed(mean, noise):
     return np.where(later, 5 - 3 * mean, mean), np.where(later, 30 * noise, noise)
 
 
-def special_rows(structure: type[Covariance]) -> dict[Any, tuple[Any, ...]]:
+def special_rows(structure):
     """Mean, covariance, parameters and mask, and whether there are two blocks, by name."""
     noise = np.random.default_rng(1).uniform(size=SHAPE)
     left_padded = CAUSAL & (np.arange(SHAPE[0]) > 0)
@@ -60,11 +57,11 @@ def special_rows(structure: type[Covariance]) -> dict[Any, tuple[Any, ...]]:
             given[name, of] = x, structure.independent(v), BLOCK, mask, True
     for of, gain in GAINS:
         quiet = structure.independent(jnp.full(SHAPE, 0.01 * gain**2))
-        params = scaled(SURE, gain if of == "both" else 1)
+        params = scaled(layers.SURE, gain if of == "both" else 1)
         given[of, gain] = gain * MEAN, quiet, params, EVERY_KEY, False
     zero = structure.zeros(SHAPE, jnp.float64)
-    given["certain"] = MEAN, zero, scaled(SURE, 3), EVERY_KEY, False
-    given["huge scores"] = 1e4 * MEAN, zero, scaled(SURE, 3), EVERY_KEY, False
+    given["certain"] = MEAN, zero, scaled(layers.SURE, 3), EVERY_KEY, False
+    given["huge scores"] = 1e4 * MEAN, zero, scaled(layers.SURE, 3), EVERY_KEY, False
     return {
         name: (x, cov, p, np.broadcast_to(mask, EVERY_KEY.shape), twice)
         for name, (x, cov, p, mask, twice) in given.items()
@@ -79,9 +76,7 @@ def total(mean, cov, params, mask, twice, norm_first):
         return jax.tree.map(lambda a, b: jnp.where(second, a, b), new, carry), None
 
     (mean, cov), _ = jax.lax.scan(step, (mean, cov), jnp.stack([jnp.asarray(True), twice]))
-    terms = [mean**2, cov.variance()]
-    terms = [jnp.sum(term) / jax.lax.stop_gradient(1 + jnp.max(term)) for term in terms]
-    return sum(terms), (mean, cov.to_dense(), cov.variance(), cov.token_gram())
+    return layers.loss_of([(mean, cov)]), (mean, cov.to_dense(), cov.variance(), cov.token_gram())
 
 
 @pytest.fixture(scope="module")
@@ -89,17 +84,14 @@ def run():
     """Results by row: gradients, mean, dense covariance, variance and token Gram matrix."""
 
     @functools.cache
-    def of(structure: type[Covariance], norm_first: bool):
-        special = special_rows(structure)
-        means, covs, masks = random_moments(structure, SHAPE, COUNT)
-        random = means, covs, stacked([BLOCK] * COUNT), masks, np.zeros(COUNT, bool)
-        given = jax.tree.map(
-            lambda a, b: np.concatenate([a, b]), random, stacked([*special.values()])
-        )
+    def of(structure, norm_first):
+        def random(means, covs, masks):
+            return means, covs, stacked([BLOCK] * layers.COUNT), masks, np.zeros(layers.COUNT, bool)
+
+        given, places = layers.batch(structure, special_rows(structure), random)
         gradient = jax.grad(partial(total, norm_first=norm_first), (0, 1, 2), has_aux=True)
         slopes, found = jax.tree.map(np.asarray, jax.jit(jax.vmap(gradient))(*given))
-        places = dict(zip(special, range(COUNT, COUNT + len(special)), strict=True))
-        return slopes, found, {"random": slice(COUNT), **places}
+        return slopes, found, places
 
     def part(structure, norm_first, row):
         slopes, found, places = of(structure, norm_first)
@@ -109,7 +101,7 @@ def run():
 
 
 # Post-norm has no branch of a structure's own.
-SLOW = [(mj.Separable, True), (mj.Full, True), (mj.Separable, False)]
+SLOW = [(mj.Separable, True), (mj.Full, True), (mj.Diagonal, False)]
 blocks = pytest.mark.parametrize(
     ("structure", "norm_first"),
     [(mj.Diagonal, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
@@ -171,28 +163,20 @@ def test_float32_and_gradients(structure, norm_first, run):
 
     def loss(mean, cov, params):
         mean, cov = block(mean, cov, params, None, norm_first)
-        terms = [mean**2, cov.variance()]
-        # Normalise each term: a plain sum would overflow float32.
-        terms = [jnp.sum(term) / jax.lax.stop_gradient(1 + jnp.max(term)) for term in terms]
-        return sum(terms), cov.variance()
+        return layers.loss_of([(mean, cov)]), cov.variance()
 
     single = jax.tree.map(np.float32, stacked([row[:3] for row in special.values()]))
     slopes, variances = jax.jit(jax.vmap(jax.grad(loss, (0, 1, 2), has_aux=True)))(*single)
     assert {leaf.dtype for leaf in jax.tree.leaves((slopes, variances))} == {jnp.dtype("float32")}
     assert all(np.isfinite(slope).all() for slope in jax.tree.leaves(slopes))
     for row, got in zip(special, np.asarray(variances), strict=True):
-        want = run(structure, norm_first, row)[3]
-        assert np.min(got) >= 0, row
-        if row in GAINS:
-            # Relative to the entry's own variance, or to 1e-4 of the largest if that is more.
-            error = np.abs(got - want) / np.maximum(want, 1e-4 * np.max(want))
-            assert np.max(error) < 0.01, row
+        layers.assert_variance(got, run(structure, norm_first, row)[3], row)
 
 
 # `Separable` restores positive semidefiniteness in layers of few features only.
 WIDE = 14
 MEMORY = jax.random.normal(KEYS[4], (5, WIDE))
-DECODER = decoder_of(random_block(KEYS[0], WIDE, 8, 0.5))
+DECODER = builders.decoder_of(random_block(KEYS[0], WIDE, 8, 0.5))
 
 
 def decoder(mean, cov, mask):
@@ -225,8 +209,92 @@ def test_a_certain_first_token_hides_no_noise():
     mean = jax.random.normal(KEYS[2], (SHAPE[0], WIDE))
     noise = jnp.full(mean.shape, 0.5).at[0].set(0)
     params = random_block(KEYS[0], WIDE, 8, family=mj.posterior.Point).attention
-    run = jax.jit(
-        lambda cov: mj.attention(mean, cov, params, num_heads=2, mask=CAUSAL)[1].variance()[1:]
-    )
+    attend = functools.partial(mj.attention, num_heads=2, mask=CAUSAL)
+    run = jax.jit(lambda cov: attend(mean, cov, params)[1].variance()[1:])
     separable, full = (run(s.independent(noise)) for s in (mj.Separable, mj.Full))
     assert 0.5 < jnp.mean(separable) / jnp.mean(full) < 2
+
+
+# Post-norm has no branch of a structure's own.
+@pytest.mark.parametrize(
+    ("structure", "norm_first"),
+    [
+        (mj.Diagonal, False),
+        *(pytest.param(s, True, marks=pytest.mark.slow) for s in ALL_STRUCTURES),
+    ],
+)
+def test_a_certain_decoder_is_the_plain_one_and_one_of_flax_layers(structure, norm_first):
+    """Its parts are those of an encoder block."""
+    keys = jax.random.split(jax.random.key(12), 4)
+    x, memory = (jax.random.normal(key, (n, 4)) for key, n in zip(keys, (3, 4), strict=False))
+    params = builders.decoder_of(
+        *(random_block(key, 4, 6, 0, mj.posterior.Point) for key in keys[2:])
+    )
+    options = {"norm_first": norm_first, "mask": np.tri(3, dtype=bool)}
+
+    def of_layers(x, arrays):
+        both = arrays.self_attention, arrays.cross_attention
+        attend, look = (builders.plain_attention(p, 2) for p in both)
+        hidden, output = map(
+            builders.plain_linear, (arrays.feed_forward.hidden, arrays.feed_forward.output)
+        )
+        branches = (
+            lambda y: attend(y, mask=options["mask"]),
+            lambda y: look(y, memory, memory),
+            lambda y: output(jax.nn.relu(hidden(y))),
+        )
+        norms = map(builders.plain_norm, (arrays.norm1, arrays.norm2, arrays.norm3))
+        for norm, branch in zip(norms, branches, strict=True):
+            x = x + branch(norm(x)) if norm_first else norm(x + branch(x))
+        return x
+
+    @jax.jit
+    def every(arrays):
+        cov, memory_cov = (structure.zeros(a.shape, a.dtype) for a in (x, memory))
+        mean, out = mj.decoder_block(x, cov, memory, memory_cov, params, num_heads=2, **options)
+        network = builders.plain_block(arrays, 2, norm_first=norm_first)(x, memory, options["mask"])
+        return mean, out.variance(), network, of_layers(x, arrays)
+
+    with jax.numpy_rank_promotion("allow"):
+        arrays = mj.posterior.sample_params(params, keys[0])
+        mean, variance, network, plain = every(arrays)
+    assert_close(network, plain)
+    # jax.nn.dot_product_attention takes its softmax in float32, whatever the inputs.
+    assert_close(mean, plain, 1e-6)
+    assert not variance.any()
+
+
+@pytest.mark.parametrize(
+    "structure", [mj.Diagonal, pytest.param(mj.Separable, marks=pytest.mark.slow)]
+)
+def test_heads_one_after_another_change_nothing(monkeypatch, structure):
+    """As of large sequences. Of loops over blocks, see test_loops.py."""
+    cov = random_cov(KEYS[2], structure, SHAPE, 0.3)
+
+    def total(mean):
+        out, own = mj.attention(mean, cov, BLOCK.attention, num_heads=2, mask=CAUSAL)
+        return jnp.sum(out**2) + jnp.sum(own.to_dense() ** 2), (out, own.to_dense())
+
+    def traced():
+        return jax.jit(jax.value_and_grad(lambda x: total(x), has_aux=True)).trace(MEAN)
+
+    (_, together), gradient = traced().lower().compile()(MEAN)
+    monkeypatch.setattr(rules, "_MANY_SCORES", 0)
+    by_scan = traced()
+    assert "scan" in str(by_scan.jaxpr)
+    (_, alone), gradient_alone = by_scan.lower().compile()(MEAN)
+    jax.tree.map(assert_close, alone, together)
+    assert_close(gradient_alone, gradient, 1e-9)
+
+
+@pytest.mark.slow
+def test_a_random_block_is_that_of_sampled_networks():
+    """Tokens share the noise of weights, so `Diagonal` has no band; of `Full`, see tests/reference."""
+    options = {"norm_first": True, "activation": "gelu", "hidden_features": 32}
+    block = mj.nn.EncoderBlock(16, 2, **options, rngs=nnx.Rngs(0))
+    common, own = (jax.random.normal(KEYS[i], (n, 16), jnp.float32) for i, n in ((0, 1), (1, 16)))
+    with jax.numpy_rank_promotion("allow"):
+        found = mj.Bayesian(block).check((0.8 * common + 0.6 * own)[None], samples=4000)
+    assert 0.97 < found.sd_ratio < 1.03, found
+    # The sampled mean's own error is 0.8 / sqrt(4000) = 0.013 sd.
+    assert found.mean_error < 0.013 + 0.012, found

@@ -3,11 +3,8 @@
 Each structure has two programs, each over one batch: moments in float64, and gradients in float32.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +12,6 @@ import numpy as np
 import pytest
 
 import moment_jax as mj
-from moment_jax.covariance import Covariance
 from tests.builders import (
     KERNEL_FAMILIES,
     assert_close,
@@ -52,7 +48,7 @@ def moments(mean, cov, memory, block, mask, names=tuple(LAYERS), order=2):
     return {name: LAYERS[name](mean, cov, given) for name in names}
 
 
-def special_rows(structure: type[Covariance]) -> dict[Any, tuple[Any, ...]]:
+def special_rows(structure):
     """Arguments of `moments`, by name."""
     moved = MEAN.copy()
     moved[0] += 100
@@ -78,26 +74,46 @@ def special_rows(structure: type[Covariance]) -> dict[Any, tuple[Any, ...]]:
     }
 
 
+def batch(structure, special, of_random):
+    """Arguments of 200 random rows and of the special ones, and the place of each by name."""
+    random = of_random(*random_moments(structure, SHAPE, COUNT))
+    rows = stacked([*special.values()])
+    given = jax.tree.map(lambda a, b: np.concatenate([a, b]), random, rows)
+    places = dict(zip(special, range(COUNT, COUNT + len(special)), strict=True))
+    return given, {"random": slice(COUNT), **places}
+
+
+def loss_of(moments):
+    """Squared means and variances, each over its largest: a plain sum would overflow float32."""
+    terms = [term for mean, cov in moments for term in (mean**2, cov.variance())]
+    return sum(jnp.sum(term) / jax.lax.stop_gradient(1 + jnp.max(term)) for term in terms)
+
+
+def assert_variance(got, want, row):
+    """In float32: not negative, and to a hundredth where something is random.
+
+    Relative to the entry's own variance, or to 1e-4 of the largest if that is more.
+    """
+    assert np.min(got) >= 0, row
+    if row in GAINS:
+        assert np.max(np.abs(got - want) / np.maximum(want, 1e-4 * np.max(want))) < 0.01, row
+
+
 @pytest.fixture(scope="module")
 def run():
     """Mean, dense covariance and variance by every layer, of 200 random rows and the special ones."""
 
     @functools.cache
-    def of(structure: type[Covariance]):
-        means, covs, masks = random_moments(structure, SHAPE, COUNT)
-        random = means, covs, 0.5 * means[::-1], stacked([BLOCK] * COUNT), masks
-        special = special_rows(structure)
-        given = jax.tree.map(
-            lambda a, b: np.concatenate([a, b]), random, stacked([*special.values()])
-        )
+    def of(structure):
+        def random(means, covs, masks):
+            return means, covs, 0.5 * means[::-1], stacked([BLOCK] * COUNT), masks
 
         def one(*given):
             found = moments(*given)
             return {name: (m, c.to_dense(), c.variance()) for name, (m, c) in found.items()}
 
-        found = jax.tree.map(np.asarray, jax.jit(jax.vmap(one))(*given))
-        places = dict(zip(special, range(COUNT, COUNT + len(special)), strict=True))
-        return found, {"random": slice(COUNT), **places}
+        given, places = batch(structure, special_rows(structure), random)
+        return jax.tree.map(np.asarray, jax.jit(jax.vmap(one))(*given)), places
 
     def part(structure, name, row):
         found, places = of(structure)
@@ -143,7 +159,7 @@ def test_layers_see_no_jit(name):
 
 
 @quickly(mj.Separable)
-def test_masked_keys_have_no_weight(structure: type[Covariance], run):
+def test_masked_keys_have_no_weight(structure, run):
     """With one key left, attention returns its value: other tokens and the score do not matter."""
     moved, alone = (run(structure, "attention", row) for row in ("moved", "one key"))
     assert_close(moved[0], alone[0])
@@ -158,7 +174,7 @@ def test_masked_keys_have_no_weight(structure: type[Covariance], run):
 
 
 @quickly(mj.Separable)
-def test_nan_stays_nan(structure: type[Covariance], run):
+def test_nan_stays_nan(structure, run):
     """A standard deviation of 0 instead would look like certainty."""
     for name in ("dense", "softmax", "layer_norm", "gelu", "attention"):
         mean, _, variance = run(structure, name, "nan")
@@ -167,18 +183,14 @@ def test_nan_stays_nan(structure: type[Covariance], run):
 
 
 @quickly(mj.Diagonal)
-def test_float32_and_gradients(structure: type[Covariance], run):
+def test_float32_and_gradients(structure, run):
     """Variances of many scales to a hundredth, and finite slopes, also where nothing is random."""
     special = {k: v for k, v in special_rows(structure).items() if k in HUGE or k in GAINS}
     *single, masks = stacked([*special.values()])
 
     def total(mean, cov, memory, block, mask):
         every = moments(mean, cov, memory, block, mask)
-        own = [every[name] for name in every if name not in ("dense", "feed_forward")]
-        terms = [term for mean, cov in own for term in (mean**2, cov.variance())]
-        # Normalise each term: a plain sum would overflow float32.
-        terms = [jnp.sum(term) / jax.lax.stop_gradient(1 + jnp.max(term)) for term in terms]
-        return sum(terms), every
+        return loss_of(every[n] for n in every if n not in ("dense", "feed_forward")), every
 
     gradient = jax.jit(jax.vmap(jax.grad(total, (0, 1, 2, 3), has_aux=True)))
     slopes, every = gradient(*jax.tree.map(np.float32, single), masks)
@@ -186,19 +198,13 @@ def test_float32_and_gradients(structure: type[Covariance], run):
     assert all(np.isfinite(slope).all() for slope in jax.tree.leaves(slopes))
     assert not slopes[2][[*special].index("no key")].any()  # of a memory that no query sees
     for name, (_, cov) in every.items():
-        for row, got in zip(
-            special, np.asarray(jax.vmap(lambda c: c.variance())(cov)), strict=True
-        ):
-            assert np.min(got) >= 0, (name, row)
-            if row in GAINS:
-                want = run(structure, name, row)[2]
-                # Relative to the entry's own variance, or to 1e-4 of the largest if that is more.
-                error = np.abs(got - want) / np.maximum(want, 1e-4 * np.max(want))
-                assert np.max(error) < 0.01, (name, row)
+        variances = np.asarray(jax.vmap(lambda c: c.variance())(cov))
+        for row, got in zip(special, variances, strict=True):
+            assert_variance(got, run(structure, name, row)[2], row)
 
 
 @quickly(mj.Diagonal)
-def test_one_token_of_two_features_in_order_1_by_any_family(structure: type[Covariance]):
+def test_one_token_of_two_features_in_order_1_by_any_family(structure):
     """In float32; the input may be certain, and its features equal."""
     point, one, two, three, four = (
         random_block(key, 2, 3, 1.0, f) for key, f in zip(KEYS, KERNEL_FAMILIES, strict=False)
@@ -264,7 +270,6 @@ def test_results_in_separable_agree_in_what_they_hold():
         if name not in GAINED:
             np.testing.assert_allclose(held, kept, rtol=1e-6, err_msg=name)
         pooled = np.einsum("nt,nts,ns->n", cov.pool, cov.tokens, cov.pool)
-        np.testing.assert_allclose(
-            np.einsum("ndd->n", cov.features), pooled, rtol=1e-6, err_msg=name
-        )
+        trace = np.einsum("ndd->n", cov.features)
+        np.testing.assert_allclose(trace, pooled, rtol=1e-6, err_msg=name)
         mj.Separable(*jax.tree.leaves(cov))  # the constructor takes it

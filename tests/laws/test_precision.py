@@ -4,8 +4,6 @@ XLA for CPU ignores that setting. So the operands of all products without an exp
 rounded here, as accelerators round them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from functools import partial
 

@@ -4,8 +4,6 @@ Operations of StableHLO with functions inlined, and matrix products, of a post-n
 tokens, D 64, hidden 256, 4 heads) of a certain input: forward, and with gradient.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

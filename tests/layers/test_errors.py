@@ -1,11 +1,8 @@
 """Errors of shape and type are raised while tracing and state the fix."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 import moment_jax as mj
 from tests.builders import random_block, random_dense_params
@@ -92,7 +89,6 @@ TYPES = [
     (lambda: attention(bias=jnp.ones((3, 3), bool)), "needs floating-point numbers. Got bool"),
     (lambda: encoder(activation=mj.gelu), "a function of a scalar"),
     (lambda: encoder(activation=lambda x: jnp.ones(2)), "Give a function, such as jnp.tanh"),
-    (lambda: mj.Bayesian(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), structure="Full"), "mj.Separable"),
 ]
 
 

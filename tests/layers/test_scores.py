@@ -1,7 +1,5 @@
 """Scores of attention with a scale, a bias, a random bias and a cap, in every structure."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -131,9 +129,8 @@ def test_the_pooled_sd_is_that_of_sampled_networks(scores):
         keys = iter(jax.random.split(key, 10))
 
         def of(belief):
-            return belief.mean + jnp.sqrt(belief.variance) * jax.random.normal(
-                next(keys), belief.shape
-            )
+            z = jax.random.normal(next(keys), belief.shape)
+            return belief.mean + jnp.sqrt(belief.variance) * z
 
         kernels = [(of(p.kernel), of(p.bias)) for p in LAYERS]
         entries = spread**0.5 * jax.random.normal(next(keys), (H * (2 * T - 1),))

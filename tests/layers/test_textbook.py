@@ -1,7 +1,5 @@
 """Layers beside the textbook: dense, products, pooling, norms; attention where it is linear."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

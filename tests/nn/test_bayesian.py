@@ -1,7 +1,5 @@
 """`mj.Bayesian`: one door for every network, beliefs under its own paths, moments in its own shapes."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,7 @@ import pytest
 from flax import linen, nnx
 
 import moment_jax as mj
-from tests.builders import ALL_STRUCTURES, assert_close
+from tests.builders import ALL_STRUCTURES, KERNEL_FAMILIES, assert_close
 
 pytestmark = pytest.mark.usefixtures("ranks_of_a_user")
 
@@ -19,8 +17,6 @@ KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (5, 3))
 TOKENS = jax.random.normal(KEY, (2, 4, 6))
 HEAD = nnx.PathContains("head")
-MATRICES = ("OutputShared", "KroneckerEigen")
-FAMILIES = [getattr(mj.posterior, name) for name in ("Factorized", "FullNormal", *MATRICES)]
 
 
 class Net(nnx.Module):
@@ -62,7 +58,7 @@ def test_moments_have_the_networks_shapes(structure):
         assert_close(np.einsum("...cc->...c", features), variance, 1e-6)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KERNEL_FAMILIES[1:])
 def test_beliefs_are_exchanged_scaled_and_saved(family, tmp_path):
     attention = nnx.MultiHeadAttention(2, 6, decode=False, rngs=nnx.Rngs(0))
     model = mj.Bayesian(attention, family=family, prior_scale=0.5)
@@ -97,7 +93,6 @@ def test_variables_stand_under_the_networks_paths():
         "weights/head/kernel/prior_log_scale": mj.nn.PriorScale,
     }
     assert all(type(names[name]) is kind for name, kind in kinds.items())
-    assert len(repr(model).splitlines()) == 5
     optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=mj.nn.VariationalScale)
     of_scales = nnx.DiffState(0, mj.nn.VariationalScale)
     before = model.beliefs
@@ -187,11 +182,6 @@ def test_a_random_input_carries_its_covariance_through():
     beliefs = {"layers": {0: first.beliefs, 1: second.beliefs}}
     whole = moments_of(mj.Bayesian(both, beliefs=beliefs, structure=mj.Full), X)
     assert_same(nnx.jit(lambda a, b, x: b(a(x)))(first, second, X), whole, 1e-6)
-    known = moments_of(first, X)  # x + f(x) is of one x
-    twice = mj.propagate(lambda w, x: x + jnp.tanh(x), structure=mj.Full)
-    first_row = known.mean[:1], jax.tree.map(lambda x: x[0], known.cov)
-    variance = jax.jit(lambda x: twice((), x)[1].variance())(first_row)
-    assert variance.min() > np.min(known.variance[:1])
 
 
 def test_a_model_is_checked_and_explained():
@@ -241,8 +231,7 @@ def test_a_correction_is_forgotten_or_refused_with_other_beliefs():
 
 
 def test_outputs_of_one_number_are_corrected_by_one_factor():
-    layer = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-    network = nnx.Sequential(layer, lambda x: x[..., 0].mean(axis=1))
+    network = nnx.Sequential(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), lambda x: x[..., 0].mean(axis=1))
     model = mj.Bayesian(network, structure=mj.Diagonal).corrected(jnp.ones((3, 8, 3)), samples=200)
     assert_close(model.spread[...], jnp.sqrt(jnp.array([8.0])), 0.2)
     assert model(jnp.ones((5, 8, 3))).sd.shape == (5,)

@@ -1,7 +1,5 @@
 """Outputs of several inputs together: sampled truth, every family, and what is refused."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +7,7 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
-from moment_jax.posterior import Factorized, FullNormal, KroneckerEigen, OutputShared
-from tests.builders import assert_close
+from tests.builders import KERNEL_FAMILIES, assert_close
 
 pytestmark = pytest.mark.usefixtures("ranks_of_a_user")
 
@@ -46,7 +43,7 @@ def test_inputs_covary_as_in_sampled_networks():
     assert_close(mean, NET(X[:4]).ravel(), 1e-6)
 
 
-@pytest.mark.parametrize("family", [Factorized, FullNormal, OutputShared, KroneckerEigen])
+@pytest.mark.parametrize("family", KERNEL_FAMILIES[1:])
 def test_each_inputs_own_block_is_that_of_the_linearised_model(family):
     model = mj.Bayesian(NET, family=family, random=nnx.PathContains("kernel"))
     known = model.replace(structure=mj.Full, linearised=True)(X)

@@ -1,7 +1,5 @@
 """Every rule of `propagate`, broken by hand, and what the two laws of `check` see of it."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import jax
@@ -162,9 +160,8 @@ def test_the_first_law_sees_every_fault_of_a_mean(monkeypatch):
         plain = fn(mean_params(beliefs), x)
         return lambda found: law.deviation(found[0].reshape(plain.shape), plain)
 
-    unseen, count = survivors(
-        bend_means, MEANS, without_noise, off, law.CLOSE, NETWORKS, monkeypatch
-    )
+    given = bend_means, MEANS, without_noise, off, law.CLOSE, NETWORKS
+    unseen, count = survivors(*given, monkeypatch)
     assert count == 36
     assert unseen == {("_total", "tokens reversed")}  # one token is left of a sum
 

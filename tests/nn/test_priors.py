@@ -1,7 +1,5 @@
 """Priors of any form are one value, means and variances; copies with other beliefs."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +7,8 @@ import pytest
 from flax import nnx
 
 import moment_jax as mj
-from moment_jax.posterior import Factorized, FullNormal, GaussianPrior, KroneckerEigen, OutputShared
-from tests.builders import assert_close
+from moment_jax.posterior import Factorized, GaussianPrior, KroneckerEigen
+from tests.builders import KERNEL_FAMILIES, assert_close
 
 pytestmark = pytest.mark.usefixtures("ranks_of_a_user")
 
@@ -41,7 +39,7 @@ FORMS = [  # what is given, and the prior of an array
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("family", [Factorized, FullNormal, OutputShared, KroneckerEigen])
+@pytest.mark.parametrize("family", KERNEL_FAMILIES[1:])
 def test_every_form_of_a_prior_is_its_means_and_variances(family):
     def parts(tree):
         return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, mj.posterior.Posterior))
@@ -113,10 +111,11 @@ def test_copies_and_merged_models_work_in_differentiated_code():
         return of_state, jax.grad(lambda means: loss(copy(means)))(means)
 
     of_state, of_means = gradients(state, WEIGHTS, 7, 0.5)
-    known = nnx.grad(loss)(model)
+    gradient = nnx.jit(nnx.grad(loss))
+    known = gradient(model)
     assert_close(of_state["weights"]["layers"][0]["kernel"]["mean"][...],
                  known["weights"]["layers"][0]["kernel"]["mean"][...], 1e-6)  # fmt: skip
-    known = nnx.grad(loss)(model.with_beliefs(sds=0.1))
+    known = gradient(model.with_beliefs(sds=0.1))
     assert_close(of_means["layers"][0]["kernel"],
                  known["weights"]["layers"][0]["kernel"]["mean"][...], 1e-6)  # fmt: skip
 

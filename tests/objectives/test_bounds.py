@@ -1,4 +1,4 @@
-"""The ELBO."""
+"""The ELBO and the weight of its KL."""
 
 from functools import partial
 

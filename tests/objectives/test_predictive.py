@@ -10,13 +10,7 @@ import scipy.stats
 
 import moment_jax as mj
 from moment_jax.expectations.quadrature import expected
-from moment_jax.objectives import (
-    Categorical,
-    Gaussian,
-    HeteroscedasticGaussian,
-    class_probabilities,
-    expected_log_likelihood,
-)
+from moment_jax.objectives import class_probabilities, expected_log_likelihood
 from moment_jax.objectives.cubature import probabilities_with_uncertainty
 
 C = 10
@@ -28,9 +22,8 @@ def problem(seed, scale, rank):
     """Mean logits and a factor of their covariance; rank 0 stands for independent logits."""
     rng = np.random.default_rng(seed)
     mean = 2 * rng.normal(size=C)
-    factor = (
-        rng.normal(size=(C, rank)) / np.sqrt(rank) if rank else np.diag(rng.uniform(0.5, 1.5, C))
-    )
+    independent = np.diag(rng.uniform(0.5, 1.5, C))
+    factor = rng.normal(size=(C, rank)) / np.sqrt(rank) if rank else independent
     return mean, scale * factor
 
 
@@ -68,7 +61,7 @@ def test_labels_of_one_input_share_their_weights(scale, draws):
     """
     mean, factor = problem(1, scale, 3)
     cov = mj.Full((factor @ factor.T)[None, None, :, None])
-    prediction = Categorical()(mj.Moments(mean[None], cov))
+    prediction = mj.Categorical()(mj.Moments(mean[None], cov))
     labels = np.random.default_rng(2).integers(0, C, size=(1, 10))
     logits = mean + draws[:, :3] @ factor.T
     logs = logits - scipy.special.logsumexp(logits, axis=1, keepdims=True)
@@ -79,16 +72,15 @@ def test_labels_of_one_input_share_their_weights(scale, draws):
     np.testing.assert_allclose(prediction.expected_accuracy(labels[:, 0]), [leads], atol=0.01)
     one = prediction.joint_log_prob(labels[:, :1])
     np.testing.assert_allclose(one, prediction.log_prob(labels[:, 0]), atol=0.01 * scale)
-    other = Categorical()(mj.Moments(-mean[None], cov))
+    other = mj.Categorical()(mj.Moments(-mean[None], cov))
     both = np.logaddexp(found, other.joint_log_prob(labels)) - np.log(2)
     average = mj.objectives.predictive.averaged([prediction, other])
     np.testing.assert_allclose(average.joint_log_prob(labels), both)
 
 
 def test_joint_labels_in_diagonal_and_what_is_refused():
-    wide = Categorical()(
-        mj.Moments(jnp.zeros((2, 40)), jax.vmap(mj.Diagonal)(jnp.ones((2, 1, 40))))
-    )
+    cov = jax.vmap(mj.Diagonal)(jnp.ones((2, 1, 40)))
+    wide = mj.Categorical()(mj.Moments(jnp.zeros((2, 40)), cov))
     apart = wide.joint_log_prob(jnp.zeros((2, 3), int))
     assert (
         apart > 3 * wide.log_prob(jnp.zeros(2, int))
@@ -97,7 +89,9 @@ def test_joint_labels_in_diagonal_and_what_is_refused():
         wide.joint_log_prob(jnp.array([[0], [40]]))
     with pytest.raises(ValueError, match=r"each prediction, of shape \(2, 3\)"):
         wide.joint_log_prob(jnp.zeros((1, 3), int))
-    dense = Categorical()(mj.Moments(jnp.zeros((1, 40)), mj.Full(jnp.eye(40)[None, None, :, None])))
+    dense = mj.Categorical()(
+        mj.Moments(jnp.zeros((1, 40)), mj.Full(jnp.eye(40)[None, None, :, None]))
+    )
     with pytest.raises(ValueError, match=r"at most 32 classes.*Got 40"):
         dense.joint_log_prob(jnp.zeros((1, 3), int))
 
@@ -126,7 +120,7 @@ def test_moments_of_a_batch(structure, lead):
             (moments.variance, own),
             (moments.features, blocks),
             (mj.Bernoulli()(moments).probs, expected(jax.nn.sigmoid, rows, own)),
-            (Gaussian(0.5)(moments).variance, own + 0.5),
+            (mj.Gaussian(0.5)(moments).variance, own + 0.5),
         ]
         return [(found.ravel(), right.ravel()) for found, right in pairs]
 
@@ -140,7 +134,7 @@ def test_heteroscedastic_total_variance_against_sampling():
     outputs = mean + rng.normal(size=(400_000, 4)) @ factor.T
     samples = outputs[:, :2] + np.exp(outputs[:, 2:] / 2) * rng.normal(size=(400_000, 2))
     cov = mj.Full((factor @ factor.T)[None, :, None])
-    found = HeteroscedasticGaussian()(mj.Moments(jnp.asarray(mean), cov))
+    found = mj.HeteroscedasticGaussian()(mj.Moments(jnp.asarray(mean), cov))
     deviations = (samples - np.asarray(found.mean)) ** 2
     for values, exact in ((samples, found.mean), (deviations, found.variance)):
         error = np.std(values, axis=0) / np.sqrt(len(values))
@@ -152,7 +146,7 @@ def test_the_density_of_a_target_whose_noise_is_random(size):
     rng = np.random.default_rng(3)
     mean, factor = rng.normal(size=2 * size), 0.6 * rng.normal(size=(2 * size, 2 * size))
     cov = mj.Full(jnp.asarray(factor @ factor.T)[None, None, :, None])
-    found = HeteroscedasticGaussian()(mj.Moments(jnp.asarray(mean)[None], cov))
+    found = mj.HeteroscedasticGaussian()(mj.Moments(jnp.asarray(mean)[None], cov))
     means, log_noise = np.split(mean + rng.normal(size=(200_000, 2 * size)) @ factor.T, 2, axis=1)
     scale = np.exp(log_noise / 2)
     for shift in (0, 1, 4):  # in standard deviations
@@ -173,7 +167,7 @@ def test_half_precision_keeps_the_doubt_of_many_classes():
 
     @jax.jit
     def scores(mean, cov):
-        fit = expected_log_likelihood(Categorical(), 3, mean, cov)
+        fit = expected_log_likelihood(mj.Categorical(), 3, mean, cov)
         return *probabilities_with_uncertainty(mean, cov), fit
 
     for dtype in (jnp.float16, jnp.bfloat16):

@@ -119,9 +119,8 @@ def quadratic(seed):
     rng = np.random.default_rng(seed)
     a, g, target = (rng.normal(size=size) for size in ((9, 4), (9, 3), (1, 4, 3)))
     a, g = (jnp.asarray(rows.T @ rows / 9)[None] for rows in (a, g))
-    return lambda v: jnp.sum(v * (a @ v @ g / 2 - target)), optim.KroneckerFactor(
-        a, g, jnp.ones(())
-    )
+    factor = optim.KroneckerFactor(a, g, jnp.ones(()))
+    return lambda v: jnp.sum(v * (a @ v @ g / 2 - target)), factor
 
 
 def test_the_slope_in_damping_is_the_derivative_of_the_next_loss():
@@ -166,9 +165,8 @@ def by_hand(scale_by):
     """The default chain, with all of what its two rules start from times a factor."""
 
     def make(blocks, factor):
-        direction = optim.trust_region(
-            scale_by(blocks=blocks), initial=1e-4 * factor, rate=0.3 * factor
-        )
+        start = {"initial": 1e-4 * factor, "rate": 0.3 * factor}
+        direction = optim.trust_region(scale_by(blocks=blocks), **start)
         direction = optim.adapt_damping(direction, initial=3e-4 * factor, rate=5.0 * factor)
         return optim.undo_bad_steps(optax.chain(direction, optax.ema(0.8), optax.scale(-1.0)))
 
@@ -197,9 +195,8 @@ def test_a_loss_falls_without_a_setting(make):
             due = optim.curvature_due(state)
             value, grads, factors = capture(loss)(model, x, y, when=due)
             told = {"factors": factors, "value": value}
-            steps, state = update(
-                {"factor": jnp.float32(factor)}, pure(grads), state, params, **told
-            )
+            setting = {"factor": jnp.float32(factor)}
+            steps, state = update(setting, pure(grads), state, params, **told)
             params = optax.apply_updates(params, steps)
             values.append(float(value))
         assert values[-1] < 0.3 * values[0], (loss, scale, factor)

@@ -31,9 +31,8 @@ from tests.optim.test_capture import Deep
 optim = mj.optim
 SIZES = (3, 3, 3)  # layers of one shape are one group, and half of the program
 BLOCKS = optim.find_blocks(Perceptron(sizes=SIZES))
-CG_FAC = partial(
-    optim.cg_fac, max_iterations=2, precondition=False, blocks=BLOCKS
-)  # few operations
+FEW = {"max_iterations": 2, "precondition": False, "blocks": BLOCKS}  # operations
+CG_FAC = partial(optim.cg_fac, **FEW)
 FIXED = {"damping": 1e-2, "kl_bound": 1e-3, "momentum": 0.5}
 
 

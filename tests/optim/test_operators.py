@@ -32,9 +32,8 @@ def test_the_row_pair_product_is_the_kronecker_operator():
 @jax.jit
 def solve(spectrum, grad, pair, damping, max_iterations, tolerance):
     """Two layers of four by two parameters, whose F is diagonal."""
-    factor = optim.KroneckerFactor(
-        jax.vmap(jnp.diag)(spectrum), jnp.tile(jnp.eye(2), (2, 1, 1)), 1.0
-    )
+    inputs, outputs = jax.vmap(jnp.diag)(spectrum), jnp.tile(jnp.eye(2), (2, 1, 1))
+    factor = optim.KroneckerFactor(inputs, outputs, 1.0)
     options = {"max_iterations": max_iterations, "tolerance": tolerance}
     return curvature.iterated(pair, factor, grad, damping, **options)
 
@@ -62,9 +61,8 @@ def test_an_operator_without_curvature_is_left_alone(bad):
 
 def test_an_inversion_that_fails_leaves_the_old_inverse():
     """Of its layer alone."""
-    factor = optim.KroneckerFactor(
-        jnp.tile(jnp.eye(5), (2, 1, 1)), jnp.ones((2, 1, 1)), jnp.ones(())
-    )
+    inputs, outputs = jnp.tile(jnp.eye(5), (2, 1, 1)), jnp.ones((2, 1, 1))
+    factor = optim.KroneckerFactor(inputs, outputs, jnp.ones(()))
     bad = {"": factor._replace(inputs=factor.inputs.at[1, 3, 3].set(-1.0))}
     old, yes = curvature.no_inverses(bad), jnp.ones((), bool)
     new = curvature.refreshed(old, bad, jnp.float32(0.01), yes)

@@ -1,15 +1,13 @@
 """Examples of every family, the textbook covariance that defines each, and all their methods."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moment_jax.posterior import GaussianPrior, Posterior
-from tests.builders import KERNEL_FAMILIES, VECTOR_FAMILIES
+from moment_jax.posterior import GaussianPrior
+from tests.builders import KERNEL_FAMILIES, VECTOR_FAMILIES, random_belief
 
 Point, Factorized, OutputShared, KroneckerEigen, FullNormal = KERNEL_FAMILIES
 IN, OUT = 3, 2
@@ -30,60 +28,44 @@ KEY = jax.random.key(7, impl="rbg")  # compiles in less time than the default
 PRIOR = GaussianPrior(0.25, 0.5)
 
 
-def name_of(value: object) -> str | None:
+def name_of(value):
     """A readable test id."""
     if isinstance(value, tuple):
         return "x".join(map(str, value))
     return value.__name__ if isinstance(value, type) else None
 
 
-def random(seed: int, *shape: int) -> np.ndarray:
+def random(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape)
 
 
-def random_psd(seed: int, n: int, rank: int | None = None) -> np.ndarray:
-    """A random covariance: well conditioned, or singular where a rank is given."""
-    factor = random(seed, n, n if rank is None else rank)
-    return factor @ factor.T + (0.5 * np.eye(n) if rank is None else 0)
+def example(family, shape=KERNEL, *, seed=0, dtype=np.float64):
+    """A belief of this family."""
+    generator = np.random.default_rng(seed)
+    belief = random_belief(generator, family, generator.normal(size=shape), 1.0)
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), belief)
 
 
-def example(family, shape=KERNEL, *, seed=0, rank=None, dtype=np.float64, array=jnp.asarray):
-    """A belief of this family; `rank` makes its covariance matrices singular."""
-    n = int(np.prod(shape))
-    kernel = (shape[0], n // shape[0])
-    fields = {
-        Point: lambda: (),
-        Factorized: lambda: (0.1 + random(seed + 1, *shape) ** 2,),
-        OutputShared: lambda: (0.1 + random(seed + 1, kernel[1]) ** 2,),
-        KroneckerEigen: lambda: (
-            *(np.linalg.qr(random(seed + axis, n, n))[0] for axis, n in enumerate(kernel)),
-            0.1 + random(seed + 1, *kernel) ** 2,
-        ),
-        FullNormal: lambda: (random_psd(seed + 1, n, rank).reshape(*shape, *shape),),
-    }[family]()
-    return family(*(array(field, dtype) for field in (random(seed, *shape), *fields)))
-
-
-def without_variance(family, shape=KERNEL) -> Posterior:
+def without_variance(family, shape=KERNEL):
     """A belief of this family whose covariance is zero."""
     belief = example(family, shape)
     zeros = {name: jnp.zeros_like(getattr(belief, name)) for name in covariances(family)}
     return dataclasses.replace(belief, **zeros)
 
 
-def covariances(family) -> list[str]:
+def covariances(family):
     """The fields that hold variances or covariances."""
     names = [field.name for field in dataclasses.fields(family)[1:]]
     return [name for name in names if not name.endswith("basis")]
 
 
-def stack(beliefs: list[Posterior]) -> Posterior:
+def stack(beliefs):
     """Beliefs stacked along a leading axis."""
     leaves = zip(*map(jax.tree.leaves, beliefs), strict=True)
     return type(beliefs[0])(*(jnp.asarray(np.stack(leaf)) for leaf in leaves))
 
 
-def dense_cov(belief: Posterior) -> np.ndarray:
+def dense_cov(belief):
     """The covariance matrix (n, n) of the flattened weights, from the family's definition."""
     mean = np.asarray(belief.mean)
     if isinstance(belief, Point):
@@ -98,14 +80,14 @@ def dense_cov(belief: Posterior) -> np.ndarray:
     return np.asarray(belief.cov).reshape(mean.size, mean.size)
 
 
-def method_inputs(belief: Posterior) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def method_inputs(belief):
     """What `all_methods` gives a kernel: mean and variance of inputs, and an asymmetric moment."""
     n = belief.shape[0]
     inputs = random(30, 2, 3, n), random(31, 2, 3, n) ** 2, random(32, 2, 3, n, n)
     return tuple(x.astype(belief.mean.dtype) for x in inputs)
 
 
-def all_methods(belief: Posterior) -> dict[str, jax.Array]:
+def all_methods(belief):
     """The result of every method that a belief about an array of this rank has."""
     results = {
         "sample": belief.sample(KEY),
@@ -126,7 +108,7 @@ def all_methods(belief: Posterior) -> dict[str, jax.Array]:
 compiled_methods = jax.jit(all_methods)
 
 
-def assert_gradient(value_and_grad, inputs, direction, step=1e-3) -> None:
+def assert_gradient(value_and_grad, inputs, direction, step=1e-3):
     """Compare a gradient along a direction with central differences of fourth order.
 
     They are as good as they say themselves: the error is below what halving the step changes, and

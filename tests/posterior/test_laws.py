@@ -9,32 +9,17 @@ import numpy as np
 import pytest
 
 from moment_jax.layers import DenseParams, EncoderBlockParams
-from moment_jax.posterior import sample_params
-from tests.builders import KERNEL_FAMILIES, random_block, random_vector
-from tests.posterior.families import (
-    IN,
-    KEY,
-    MEMBERS,
-    OUT,
-    RANDOM_FAMILIES,
-    TOL,
-    all_methods,
-    assert_gradient,
-    compiled_methods,
-    covariances,
-    dense_cov,
-    example,
-    method_inputs,
-    name_of,
-    random,
-    without_variance,
-)
+from moment_jax.posterior import GaussianPrior, sample_params
+from tests.builders import KERNEL_FAMILIES, random_block, random_psd, random_vector
+from tests.posterior import families as of
+from tests.posterior.families import IN, KERNEL, KEY, MEMBERS, OUT, TOL, example, name_of, random
 
 Point, Factorized, OutputShared, KroneckerEigen, FullNormal = KERNEL_FAMILIES
 NUM_SAMPLES = 20_000
+TREE_KEY = jax.random.key(0)  # of the others, draws together are other ones
 members = pytest.mark.parametrize(("family", "shape"), MEMBERS, ids=name_of)
 kernels = pytest.mark.parametrize("family", KERNEL_FAMILIES, ids=name_of)
-random_kernels = pytest.mark.parametrize("family", RANDOM_FAMILIES, ids=name_of)
+random_kernels = pytest.mark.parametrize("family", of.RANDOM_FAMILIES, ids=name_of)
 
 # -- moments ------------------------------------------------------------------------------------------
 
@@ -46,7 +31,7 @@ def as_matrix(cov):
 @members
 def test_second_moments_are_those_of_the_dense_covariance(family, shape):
     belief = example(family, shape)
-    cov, results = dense_cov(belief), compiled_methods(belief)
+    cov, results = of.dense_cov(belief), of.compiled_methods(belief)
     assert belief.shape == shape
     np.testing.assert_allclose(np.ravel(results["marginal_variance"]), np.diag(cov), **TOL)
     matrix = np.ravel(belief.matrix.marginal_variance())
@@ -56,7 +41,7 @@ def test_second_moments_are_those_of_the_dense_covariance(family, shape):
         np.testing.assert_allclose(as_matrix(results["vector_cov"]), cov, **TOL)
     if len(shape) == 2:
         cov = cov.reshape(*shape, *shape)
-        mean, variance, moment = method_inputs(belief)
+        mean, variance, moment = of.method_inputs(belief)
         second = np.einsum("...i,...j->...ij", mean, mean) + variance[..., None] * np.eye(IN)
         metric = results["input_metric"]
         assert metric.ndim == (1 if belief.uncorrelated else 2)
@@ -71,7 +56,10 @@ def test_second_moments_are_those_of_the_dense_covariance(family, shape):
 @random_kernels
 def test_no_variance_is_a_point(family):
     """Except for `kl`, whose convention is tested in test_kl.py."""
-    expected, actual = compiled_methods(example(Point)), compiled_methods(without_variance(family))
+    expected, actual = (
+        of.compiled_methods(example(Point)),
+        of.compiled_methods(of.without_variance(family)),
+    )
     for name in set(actual) - {"kl", "input_metric"}:
         np.testing.assert_array_equal(actual[name], expected[name])
     assert not np.any(actual["input_metric"])
@@ -82,13 +70,13 @@ def slopes(belief):
     """Of all results but `kl`; for kernels, of the noise variance, and of a loss of a draw, with it."""
 
     def total(belief):
-        results = all_methods(belief)
+        results = of.all_methods(belief)
         del results["kl"]  # infinite without variance; see test_kl.py
         return sum(jnp.sum(jnp.sin(1 + leaf)) for leaf in results.values())
 
     if len(belief.shape) != 2:
         return {"total": jax.grad(total)(belief)}
-    inputs, target = method_inputs(belief)[:2], random(9, IN, OUT)
+    inputs, target = of.method_inputs(belief)[:2], random(9, IN, OUT)
 
     def noise(belief):
         return jnp.sum(belief.noise_variance(*inputs))
@@ -105,21 +93,21 @@ def slopes(belief):
 
 @members
 def test_gradients_are_finite_without_variance(family, shape):
-    gradient = slopes(without_variance(family, shape))["total"]
+    gradient = slopes(of.without_variance(family, shape))["total"]
     chex.assert_tree_all_finite(gradient)
 
 
 @kernels
 def test_sample_gradients(family):
     """The draw is reparametrised: its gradient against finite differences."""
-    assert_gradient(lambda b: slopes(b)["draw"], example(family), example(family, seed=5))
+    of.assert_gradient(lambda b: slopes(b)["draw"], example(family), example(family, seed=5))
 
 
 @random_kernels
 def test_noise_variance_has_its_whole_gradient_at_zero(family):
     """It is linear in each covariance, so its gradient there is the same at zero as elsewhere."""
     belief = example(family)
-    name = covariances(family)[0]
+    name = of.covariances(family)[0]
     certain = dataclasses.replace(belief, **{name: jnp.zeros_like(getattr(belief, name))})
     expected, actual = (getattr(slopes(b)["noise"], name) for b in (belief, certain))
     np.testing.assert_allclose(actual, expected, **TOL)
@@ -140,7 +128,9 @@ def test_rounding_leaves_no_negative_noise_variance():
 
 BELIEFS = {
     **{f"{name_of(family)}-{name_of(shape)}": example(family, shape) for family, shape in MEMBERS},
-    "FullNormal-singular": example(FullNormal, rank=2),
+    "FullNormal-singular": FullNormal(
+        np.zeros(KERNEL), random_psd(TREE_KEY, 6, rank=2).reshape(2 * KERNEL)
+    ),
     "KroneckerEigen-rows": example(KroneckerEigen).rows(np.array([2, 0])),
 }
 draw = jax.jit(lambda belief, keys: jax.vmap(belief.sample)(keys))
@@ -151,7 +141,7 @@ def test_sample_moments(belief):
     """Without variance: see `test_no_variance_is_a_point`."""
     draws = draw(belief, jax.random.split(jax.random.key(3), NUM_SAMPLES))
     deviations = np.asarray(draws).reshape(NUM_SAMPLES, -1) - np.ravel(belief.mean)
-    cov = dense_cov(belief)
+    cov = of.dense_cov(belief)
     variance = np.diag(cov)
     mean_error = np.sqrt(variance / NUM_SAMPLES)
     cov_error = np.sqrt((np.outer(variance, variance) + cov**2) / NUM_SAMPLES)
@@ -164,7 +154,6 @@ def test_sample_moments(belief):
 # -- draws of a whole tree of beliefs -----------------------------------------------------------------
 
 draw_tree = jax.jit(sample_params)
-TREE_KEY = jax.random.key(0)  # of the others, draws together are other ones
 
 
 def test_sample_params_keeps_the_tree():
@@ -198,3 +187,67 @@ def test_sample_params_draws_each_leaf_with_its_own_key():
         first, second = draw_tree((one, one), TREE_KEY)
         assert first.shape == one.shape
         assert not np.any(np.asarray(first) == np.asarray(second))
+
+
+# -- transformations, tree maps and float32 ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "shape"), MEMBERS[:-3], ids=name_of)
+def test_numpy_arrays_are_welcome_and_vmap_is_a_loop(family, shape):
+    beliefs = [example(family, shape, seed=10 * seed) for seed in range(3)]
+    by_numpy = jax.eval_shape(lambda: of.all_methods(jax.tree.map(np.asarray, beliefs[0])))
+    batch = jax.jit(jax.vmap(of.all_methods))(of.stack(beliefs))
+    assert by_numpy.keys() == batch.keys()
+    for i, belief in enumerate(beliefs):
+        for name, expected in of.compiled_methods(belief).items():
+            np.testing.assert_allclose(batch[name][i], expected, err_msg=name, **TOL)
+            assert by_numpy[name].shape == expected.shape
+
+
+@members
+def test_float32_stays(family, shape):
+    narrow = example(family, shape, dtype=np.float32)
+    prior = GaussianPrior(np.zeros(()), np.ones(shape[-1]))  # of float64
+    results = jax.eval_shape(lambda belief: (of.all_methods(belief), belief.kl(prior)), narrow)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(results))
+    assert jax.eval_shape(lambda b, p: b.kl(p), narrow, GaussianPrior()).dtype == jnp.float32
+
+
+@kernels
+def test_float32_is_as_good_as_its_digits_and_huge_values_give_no_nan(family):
+    belief = example(family, dtype=np.float32)
+    narrow = of.compiled_methods(belief)
+    eps = float(np.finfo(np.float32).eps)
+    for name, wide in of.compiled_methods(example(family)).items():
+        if name != "sample":  # whose random bits are others
+            scale = max(1, np.max(np.abs(wide)))
+            assert np.max(np.abs(narrow[name] - np.asarray(wide))) <= 100 * eps * scale, name
+    for scale in (1e4, 1e12, 1e25):
+        names = ["mean", *of.covariances(family)]
+        fields = {n: np.asarray(getattr(belief, n)) * np.float32(scale) for n in names}
+        huge = dataclasses.replace(belief, **fields)
+        for name, leaf in of.compiled_methods(huge).items():
+            assert not np.any(np.isnan(leaf)), (name, scale)
+
+
+@kernels
+def test_anything_may_be_in_the_leaves(family):
+    """By tree maps, and by hand: axis numbers, as `jax.vmap(in_axes=...)` takes them, and stacks."""
+    belief = example(family)
+    names = [field.name for field in dataclasses.fields(family)]
+    for leaf in (None, object(), 0, True, "name", jax.ShapeDtypeStruct((7,), jnp.float32), KEY):
+        mapped = jax.tree.map(lambda _, leaf=leaf: leaf, belief)
+        assert isinstance(mapped, family)
+        assert all(vars(mapped)[name] is leaf for name in names)
+    # Summaries and factors, as optimisers keep them.
+    for summary in (np.max, np.ravel, lambda leaf: np.asarray(leaf)[..., 0]):
+        assert isinstance(jax.tree.map(summary, belief), family)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(belief)]
+    assert paths == [f".{name}" for name in names]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        belief.mean = 0
+    axes, stacked = family(*[0] * len(names)), of.stack([belief] * 2)
+    draw = jax.vmap(lambda belief: belief.sample(KEY), in_axes=(axes,))
+    assert jax.eval_shape(draw, stacked).shape == (2, IN, OUT)
+    hessian = jax.eval_shape(jax.hessian(lambda b: b.kl(of.PRIOR)), belief)  # more axes
+    assert hessian.mean.mean.shape == (IN, OUT, IN, OUT)

@@ -1,7 +1,5 @@
 """A pass beside its network, and beside sampled networks; or refused, with a way out."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax

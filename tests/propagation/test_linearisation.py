@@ -1,28 +1,14 @@
 """The linearised network: exact where the function is linear in its weights, whatever their family."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 import moment_jax as mj
+from tests.builders import KERNEL_FAMILIES, random_kernel
 
-
-def root(seed: int, n: int):
-    a = jax.random.normal(jax.random.key(seed), (n, n))
-    return a @ a.T / n
-
-
-MEAN = jax.random.normal(jax.random.key(0), (3, 2))
-BASES = (jnp.linalg.eigh(root(1, 3))[1], jnp.linalg.eigh(root(2, 2))[1])
-FAMILIES = [
-    mj.posterior.Point(MEAN),
-    mj.posterior.Factorized(MEAN, jnp.square(MEAN)),
-    mj.posterior.OutputShared(MEAN, jnp.array([0.5, 2.0])),
-    mj.posterior.KroneckerEigen(MEAN, *BASES, jnp.square(MEAN)),
-    mj.posterior.FullNormal(MEAN, root(3, 6).reshape(3, 2, 3, 2)),
-]
+FAMILIES = [random_kernel(jax.random.key(0), family, (3, 2)) for family in KERNEL_FAMILIES]
+MEAN = FAMILIES[0].mean
 
 
 def test_of_a_dense_layer_it_is_the_dense_layer():
@@ -103,9 +89,8 @@ def test_derivatives_that_are_not_those_of_the_values_are_refused(fn):
 
 @pytest.mark.parametrize("fn", RIGHT)
 def test_derivatives_of_the_values_are_taken_however_they_are_written(fn):
-    bias = mj.posterior.Factorized(
-        jnp.full(1, 0.3), jnp.ones(1)
-    )  # changes nothing but for rounding
+    # The bias changes nothing but for rounding.
+    bias = mj.posterior.Factorized(jnp.full(1, 0.3), jnp.ones(1))
     params = {"w": FAMILIES[1], "bias": bias}
     found, known = (
         mj.linearised(lambda p, x, f=f: f(x @ p["w"] + p["bias"]))(params, jnp.ones(3))[1]

@@ -1,7 +1,5 @@
 """What stands between the scores and the weights of attention is read, known while tracing or not."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +9,8 @@ import moment_jax as mj
 from tests.propagation.test_propagate import belief
 
 H, T, D = 2, 5, 4
-WEIGHTS = {
-    name: belief(i, D, D, scale=0.2) for i, name in enumerate(["query", "key", "value", "out"])
-}
+NAMES = "query", "key", "value", "out"
+WEIGHTS = {name: belief(i, D, D, scale=0.2) for i, name in enumerate(NAMES)}
 TABLE = belief(7, H, 2 * T - 1, scale=0.5)
 SLOPES = mj.posterior.Factorized(jnp.array([0.5, 0.25]), jnp.array([0.01, 0.01]))
 X = jax.random.normal(jax.random.key(0), (T, D))
@@ -28,9 +25,7 @@ def attend(
     p, x, given, scores=lambda p, z, c: z / 2, weights=lambda p, w, c: w, softmax=jax.nn.softmax
 ):
     """Two heads of two features; `scores` and `weights` change q k^T and its softmax, (H, T, T)."""
-    q, k, v = (
-        (x @ p[n]).reshape(T, H, D // H).transpose(1, 0, 2) for n in ("query", "key", "value")
-    )
+    q, k, v = ((x @ p[n]).reshape(T, H, D // H).transpose(1, 0, 2) for n in NAMES[:3])
     z = scores(p, 3 * q @ k.swapaxes(1, 2), given)
     w = weights(p, softmax(z), given)
     return (w @ v).transpose(1, 0, 2).reshape(T, D) @ p["out"]
@@ -105,24 +100,27 @@ def beliefs(name):
 
 @pytest.mark.parametrize("name", [*SCORES, *GATES, *SOFTMAXES])
 def test_without_noise_it_is_the_network(name):
-    """In every structure, with all that is certain known while tracing, or an input.
+    """With all that is certain known while tracing, or an input; and gradients are finite.
 
-    The structures take turns with the gradients, which cost the most.
+    The structures take turns: what each makes of a scale, a bias or a cap is tested with the layers.
     """
     fn, given = network(name)
     p = {k: mj.posterior.Factorized(v.mean, 0 * v.variance) for k, v in beliefs(name).items()}
-    passes = [mj.propagate(fn, structure=structure) for structure in STRUCTURES]
+    turn = [*SCORES, *GATES, *SOFTMAXES].index(name) % len(STRUCTURES)
+    moments = mj.propagate(fn, structure=STRUCTURES[turn])
 
     @jax.jit
     def every(p, traced):
-        found = [moments(p, X, c) for moments in passes for c in (given, traced)]
-        wanted = fn({k: v.mean for k, v in p.items()}, X, given)
-        return wanted, [(mean, cov.variance()) for mean, cov in found]
+        def total(p):
+            known = moments(p, X, given)
+            return known[0].sum(), known
 
-    turn = [*SCORES, *GATES, *SOFTMAXES].index(name) % len(passes)
+        gradient, known = jax.grad(total, has_aux=True)(p)
+        wanted = fn({k: v.mean for k, v in p.items()}, X, given)
+        return wanted, gradient, [(m, c.variance()) for m, c in (known, moments(p, X, traced))]
+
     with jax.numpy_rank_promotion("allow"):
-        wanted, found = every(p, given)
-        gradient = jax.jit(jax.grad(lambda p: passes[turn](p, X, given)[0].sum()))(p)
+        wanted, gradient, found = every(p, given)
     for mean, variance in found:
         np.testing.assert_allclose(mean, wanted, atol=1e-10)
         assert np.abs(variance).max() < 1e-12

@@ -12,19 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import moment_jax as mj
 from moment_jax import reference
 from moment_jax.covariance import Full
-from moment_jax.layers import attention, dense, encoder_block, layer_norm, matmul, relu
 from moment_jax.posterior import Factorized, FullNormal, KroneckerEigen
-from tests.builders import (
-    plain_attention,
-    plain_block,
-    plain_linear,
-    plain_norm,
-    random_block,
-    random_dense_params,
-)
-from tests.reference.examples import FEATURES, HIDDEN, moments_of, product_operands, worst
+from tests import builders
+from tests.builders import decoder_of, plain_block, random_block, random_dense, random_dense_params
+from tests.reference.test_derivation import FEATURES, HIDDEN, moments_of, product_operands
 
 NUM_SAMPLES, EPSILON = 50_000, 1e-6
 
@@ -32,6 +26,13 @@ NUM_SAMPLES, EPSILON = 50_000, 1e-6
 def beliefs():
     """The random inputs: (x, params) with small noise and with large noise, and two matrices."""
     key, operands = jax.random.key(20), product_operands()
+    keys = jax.random.split(jax.random.key(12), 5)
+    blocks = [random_block(k, FEATURES, HIDDEN, 0.01) for k in jax.random.split(keys[2])]
+
+    def sequence(i, tokens):
+        shape = tokens, FEATURES
+        return FullNormal(jax.random.normal(keys[i], shape), random_dense(keys[3 + i], shape, 0.01))
+
     return {
         "small": (
             FullNormal(*moments_of(20, noise=0.01)),
@@ -41,6 +42,7 @@ def beliefs():
             FullNormal(*moments_of(21, noise=1.0)),
             random_dense_params(key, KroneckerEigen, (FEATURES, 2)),
         ),
+        "pair": (sequence(0, 3), sequence(1, 4), decoder_of(*blocks)),
         "matrices": (FullNormal(*operands[:2]), FullNormal(*operands[2:])),
     }
 
@@ -58,7 +60,7 @@ def block_case(norm_first):
     return Case(
         "small",
         lambda x, params: plain_block(params, 2, **options)(x),
-        lambda x, params: encoder_block(x.mean, Full(x.cov), params, num_heads=2, **options),
+        lambda x, params: mj.encoder_block(x.mean, Full(x.cov), params, num_heads=2, **options),
     )
 
 
@@ -66,23 +68,30 @@ CASES = {
     "product": Case(
         "matrices",
         lambda a, b: a @ b,
-        lambda a, b: matmul(a.mean, Full(a.cov), b.mean, Full(b.cov)),
+        lambda a, b: mj.matmul(a.mean, Full(a.cov), b.mean, Full(b.cov)),
     ),
     "dense": Case(
         "large",
-        lambda x, params: plain_linear(params)(x),
-        lambda x, params: dense(x.mean, Full(x.cov), params),
+        lambda x, params: builders.plain_linear(params)(x),
+        lambda x, params: mj.dense(x.mean, Full(x.cov), params),
     ),
-    "relu": Case("large", lambda x, _: jax.nn.relu(x), lambda x, _: relu(x.mean, Full(x.cov))),
+    "relu": Case("large", lambda x, _: jax.nn.relu(x), lambda x, _: mj.relu(x.mean, Full(x.cov))),
     "layer_norm": Case(
         "small",
-        lambda x, params: plain_norm(params.norm1, EPSILON)(x),
-        lambda x, params: layer_norm(x.mean, Full(x.cov), params.norm1),
+        lambda x, params: builders.plain_norm(params.norm1, EPSILON)(x),
+        lambda x, params: mj.layer_norm(x.mean, Full(x.cov), params.norm1),
     ),
     "attention": Case(
         "small",
-        lambda x, params: plain_attention(params.attention, 2)(x),
-        lambda x, params: attention(x.mean, Full(x.cov), params.attention, num_heads=2),
+        lambda x, params: builders.plain_attention(params.attention, 2)(x),
+        lambda x, params: mj.attention(x.mean, Full(x.cov), params.attention, num_heads=2),
+    ),
+    "decoder_block": Case(
+        "pair",
+        lambda x, memory, params: plain_block(params, 2, norm_first=True)(x, memory),
+        lambda x, memory, params: mj.decoder_block(
+            x.mean, Full(x.cov), memory.mean, Full(memory.cov), params, num_heads=2, norm_first=True
+        ),
     ),
     "encoder_block": block_case(norm_first=False),
     "encoder_block_pre_norm": block_case(norm_first=True),
@@ -119,6 +128,12 @@ def truths(moments):
     split = zip(*(np.split(np.asarray(x), ends) for x in sample(beliefs())), strict=True)
     parts = [reference.MonteCarloMoments(*each) for each in split]
     return dict(zip(CASES, zip(parts[::2], parts[1::2], strict=True), strict=True))
+
+
+def worst(estimate, truth, error):
+    """The largest deviation in standard errors; constant entries may deviate by rounding only."""
+    rounding = 1e-12 * (1 + np.abs(np.asarray(truth)))
+    return float(np.max(np.abs(estimate - truth) / (error + rounding)))
 
 
 @pytest.mark.parametrize("case", CASES)

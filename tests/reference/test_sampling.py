@@ -56,49 +56,39 @@ def test_moments_and_errors_cover_the_truth(repeats):
     assert np.all(np.mean(scores**2, axis=0) > 1 + 5 * (2 / 400) ** 0.5)
 
 
-def test_batches_give_the_moments_of_the_same_draws():
-    n = 50
+def draws_and_moments(fn, belief, n, batch_size):
+    """The draws themselves, and the moments of the same by batches."""
 
     @jax.jit
     def both(key):
         keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(n))
-        draws = jax.vmap(lambda key: lognormals(sample_params(BELIEF, key)))(keys)
-        return draws, monte_carlo(lognormals, BELIEF, key, n, batch_size=7)
+        draws = jax.vmap(lambda key: fn(sample_params(belief, key)))(keys)
+        return draws, monte_carlo(fn, belief, key, n, batch_size=batch_size)
 
-    draws, got = both(KEY)
-    draws = np.asarray(draws)
-    centred = draws - draws.mean(0)
+    draws, found = both(KEY)
+    return np.asarray(draws, np.float64), found
+
+
+def test_batches_give_the_moments_of_the_same_draws():
+    n = 50
+    draws, got = draws_and_moments(lognormals, BELIEF, n, batch_size=7)
+    centred, sd = draws - draws.mean(0), draws.std(0, ddof=1)
     second, fourth = np.mean(centred**2, 0), np.mean(centred**4, 0)
     variance_error = np.sqrt((fourth - second**2 * (n - 3) / (n - 1)) / n)
     expected = {
-        "mean": draws.mean(0),
-        "variance": draws.var(0, ddof=1),
-        "standard_deviation": draws.std(0, ddof=1),
-        "mean_error": draws.std(0, ddof=1) / n**0.5,
-        "variance_error": variance_error,
-        "sd_error": variance_error / (2 * draws.std(0, ddof=1)),
-    }
+        "mean": draws.mean(0), "variance": sd**2, "standard_deviation": sd, "mean_error": sd / n**0.5,
+        "variance_error": variance_error, "sd_error": variance_error / (2 * sd),
+    }  # fmt: skip
     for field, value in expected.items():
         np.testing.assert_allclose(getattr(got, field), value, rtol=1e-10, err_msg=field)
 
 
 def test_sums_do_not_cancel_far_from_zero():
     mix = jnp.array([[1.0, 0.5], [0.0, 1.0]], jnp.float32)
-    belief, n = Factorized(jnp.zeros(2, jnp.float32), jnp.ones(2, jnp.float32)), 900
-
-    def far(draw):
-        return draw @ mix + 3000
-
-    @jax.jit
-    def both(key):
-        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(n))
-        draws = jax.vmap(lambda key: far(sample_params(belief, key)))(keys)
-        return draws, monte_carlo(far, belief, key, n, batch_size=64)
-
-    draws, found = both(KEY)
+    belief = Factorized(jnp.zeros(2, jnp.float32), jnp.ones(2, jnp.float32))
+    draws, found = draws_and_moments(lambda draw: draw @ mix + 3000, belief, 900, batch_size=64)
     assert found.variance.dtype == jnp.float32
-    expected = np.asarray(draws, np.float64).var(axis=0, ddof=1)
-    np.testing.assert_allclose(found.variance, expected, rtol=1e-4)
+    np.testing.assert_allclose(found.variance, draws.var(axis=0, ddof=1), rtol=1e-4)
 
 
 def test_certain_outputs_and_gradients_at_them():

@@ -1,7 +1,7 @@
 """A fault of XLA for CPU that the library works around: sums over a product with one number broadcast.
 
 In jaxlib 0.10.2 to 0.12.0 the result is silently wrong if product and reduction are fused (by XLA's YNN
-library) and have at least 4,096 numbers. `plain` in `unflagged_program` has the smallest examples:
+library) and have at least 4,096 numbers. `unflagged_program` has the smallest examples:
 
     jax.jit(lambda x: jnp.sum(x @ jnp.full((64, 64), 0.01), axis=0))(x)
 
@@ -10,8 +10,7 @@ another product, in `vmap` and derivatives, in float32, bfloat16 and float64. No
 of one number, right operands that vary along one axis, products with vectors, and x.T @ y.
 """
 
-from __future__ import annotations
-
+import functools
 import json
 import os
 import subprocess
@@ -25,49 +24,43 @@ import numpy as np
 import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from tests.builders import KERNEL_FAMILIES, quickly
-from tests.xla import unflagged_program
-from tests.xla.unflagged_program import STRUCTURES
+import moment_jax as mj
+from tests.builders import KERNEL_FAMILIES, decoder_of, quickly, random_block
+from tests.transforms import LAYERS, Given
 
 # The first jaxlib that compiles `plain` wrongly, and the first later one that does not (999: unknown).
 BROKEN, MENDED = (0, 10, 2), (999,)
 HAS_THE_FAULT = BROKEN <= tuple(map(int, version("jaxlib").split(".")[:3])) < MENDED
 
 
-def errors(*groups):
+@pytest.fixture(scope="module")
+def errors():
     """Of a fresh process without any flag."""
     kept = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS" and not k.startswith("JAX_")}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.xla.unflagged_program", *groups],
-        env={**kept, "JAX_PLATFORMS": "cpu"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+        [sys.executable, "-m", "tests.xla.unflagged_program"], text=True, capture_output=True,
+        env={**kept, "JAX_PLATFORMS": "cpu"}, cwd=Path(__file__).parents[2], timeout=600,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def test_the_fault_is_there():
+def test_the_fault_is_there(errors):
     """Once no supported jaxlib has the fault, its workaround can go."""
-    plain = errors("plain")["plain"].values()
     if not HAS_THE_FAULT:
-        assert max(plain) < 1e-5
+        assert max(errors["plain"]) < 1e-5
     else:
-        assert min(plain) > 1e-3, (
+        assert min(errors["plain"]) > 1e-3, (
             f"jaxlib {version('jaxlib')} compiles a sum over a product with one number broadcast "
             "correctly: name it in MENDED. Once it is the oldest supported release, "
             "`moment_jax.xla.materialized_inputs` and this file can go."
         )
 
 
-@pytest.mark.skipif(not HAS_THE_FAULT, reason="this jaxlib compiles such products correctly")
-def test_everything_is_right_without_a_flag():
-    """Parameters closed over or made inside `jit` against the same as arguments."""
-    found = errors()
-    found.pop("plain")
-    assert not {k: v for k, v in found.items() if not max(v.values()) < 1e-5}
+@pytest.mark.parametrize("name", ["materialized", "model"])
+def test_it_is_mended(errors, name):
+    """A model's weights are constants of its program."""
+    assert max(errors[name]) < 1e-5
 
 
 # -- what would be compiled wrongly, without compiling ------------------------------------------------
@@ -89,7 +82,9 @@ def walk(program, args, found):
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], known, strict=True))
 
     def is_one(variable):
-        return constant(variable.val) if isinstance(variable, Literal) else known[variable]
+        if isinstance(variable, Literal):
+            return constant(variable.val)
+        return known[variable] or variable.aval.shape == ()  # whatever the number is
 
     for equation in jaxpr.eqns:
         ones = [is_one(variable) for variable in equation.invars]
@@ -141,24 +136,70 @@ def constant(value):
 def test_the_search_finds_the_fault():
     x = jnp.ones((4, 4))
     assert faulty_products(lambda x: jnp.sum(x @ jnp.full((4, 4), 0.5) ** 2), x)
+    assert faulty_products(lambda x: jnp.sum(x @ jnp.full((4, 4), x[0, 0])), x)
     assert not faulty_products(lambda x: jnp.sum(jnp.full((4, 4), 0.5) @ x), x)
 
 
+@functools.cache
+def example_block(features, family):
+    with jax.ensure_compile_time_eval():
+        return random_block(jax.random.key(0), features, 2 * features, family=family)
+
+
+def transforms(of):
+    """Every public transform of a sequence x and a block of constant parameters."""
+
+    def layer(name, x, block):
+        cov = of.zeros(x.shape)
+        noisy = cov if name in ("dense", "cross_attention") else of.independent(0.01 + 0 * x)
+        table, square = block.attention.query.kernel, of.zeros((x.shape[1], x.shape[1]))
+        return LAYERS[name](x, noisy, Given(block, (table.mean, square), (x, cov)))
+
+    def embedding(x, block):
+        return mj.embedding(jnp.arange(len(x)) % x.shape[1], block.attention.query.kernel, of)
+
+    def decoder_block(x, block):
+        cov = of.zeros(x.shape)
+        return mj.decoder_block(x, cov, x, cov, decoder_of(block), num_heads=2)
+
+    def values_alone(x, block):
+        """Attention whose values alone are random, of a batch."""
+        point, random = mj.posterior.Point(0.1 + 0 * x.T @ x), block.attention.value.kernel
+        params = mj.AttentionParams(*map(mj.DenseParams, (point, point, random, point)))
+        return jax.vmap(lambda x: mj.attention(x, of.zeros(x.shape), params, num_heads=2))(x[None])
+
+    def likelihood(x, block):
+        hidden = mj.dense(x, of.zeros(x.shape), mj.DenseParams(block.attention.query.kernel))
+        return mj.objectives.expected_log_likelihood(mj.Gaussian(0.5), x, *hidden)
+
+    def curvature(x, block):
+        """Second derivatives by the one mean and the one variance of a kernel."""
+
+        def total(theta):
+            kernel = mj.posterior.Factorized(*(jnp.full((x.shape[1],) * 2, y) for y in theta))
+            mean, cov = mj.dense(x, of.zeros(x.shape), mj.DenseParams(kernel))
+            return jnp.sum(mean) ** 2 + jnp.sum(cov.variance() ** 2)
+
+        return jax.hessian(total)(jnp.full(2, x[0, 0]))
+
+    layers = {n: functools.partial(layer, n) for n in LAYERS if n not in WITHIN_A_DECODER}
+    others = embedding, decoder_block, values_alone, likelihood, curvature
+    return layers | {f.__name__: f for f in others}
+
+
 POINT, FACTORIZED, *OTHERS = KERNEL_FAMILIES
-WITHIN_A_DECODER = {"encoder_block", "cross_attention", "feed_forward"}
-NAMES = sorted(set(unflagged_program.transforms(STRUCTURES["Diagonal"])) - WITHIN_A_DECODER)
-CASES = [(name, FACTORIZED) for name in NAMES]
+WITHIN_A_DECODER = {"cross_attention", "feed_forward"}
+CASES = [(name, FACTORIZED) for name in transforms(mj.Diagonal)]
 CASES += [(name, family) for name in ("dense", "embedding") for family in (POINT, *OTHERS)]
 
 
-@quickly(STRUCTURES["Separable"])
+@quickly(mj.Separable)
 @pytest.mark.parametrize(("name", "family"), CASES)
 def test_no_right_operand_is_one_number(structure, name, family):
     """In the gradient, which has the forward pass, with parameters made inside `jit`."""
-    transform = unflagged_program.transforms(structure)[name]
 
     def total(x):
-        params = unflagged_program.parameters(structure, x.shape, family)
-        return sum(map(jnp.sum, unflagged_program.sums(transform(x, params))))
+        block = jax.tree.map(lambda a: jnp.full(a.shape, 0.01), example_block(6, family))
+        return sum(map(jnp.sum, jax.tree.leaves(transforms(structure)[name](x, block))))
 
     assert faulty_products(jax.grad(total), jnp.ones((5, 6))) == []

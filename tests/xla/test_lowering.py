@@ -1,7 +1,5 @@
 """`materialized` changes nothing but the program; diagonals are those of JAX's own functions."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """What the networks of the zoo have in common: a module, inputs, layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +15,6 @@ draws = np.random.default_rng(5)
 real = lambda *shape: jnp.asarray(draws.normal(size=(2, *shape)), jnp.float32)  # noqa: E731
 REAL, IMAGE = real(T, 6), real(8, 8, 3)
 IDS = jnp.asarray(draws.integers(0, 11, (2, T)), jnp.int32)
-VALID = jnp.asarray(np.arange(T) < [[5], [T]], jnp.int32)
 EDGES = jnp.asarray((draws.random((2, T, T)) < 0.3) | np.eye(T, dtype=bool))
 
 PLACE = jnp.arange(T)
@@ -120,10 +117,9 @@ def heads(x, count=H):
     return x.reshape(*x.shape[:-1], count, -1)
 
 
-def attend(q, k, v, *, mask=None, bias=None, scale=None, cap=None):
+def attend(q, k, v, *, mask=None, bias=None, cap=None):
     """Attention of q (B, T, H, K) over k and v (B, S, H, K); (B, T, H K)."""
-    scores = jnp.einsum("bqhk,bshk->bhqs", q, k)
-    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = jnp.einsum("bqhk,bshk->bhqs", q, k) * q.shape[-1] ** -0.5
     if bias is not None:
         scores = scores + bias
     if cap is not None:
@@ -145,20 +141,20 @@ def block(x, **options):
     return x + mlp(norm(x))
 
 
-def attended(x, memory, act=nn.gelu):
+def attended(x, memory):
     """Set Transformer's MAB without its norms."""
     x = x + attention(x, memory)
-    return x + mlp(x, act)
+    return x + mlp(x)
 
 
-def rotated(x, base=100.0, part=None):
-    """Rotary positions of the first `part` features of each head, in halves."""
-    part = x.shape[-1] if part is None else part
-    angle = jnp.arange(x.shape[1])[:, None] / base ** (jnp.arange(part // 2)[None] / (part // 2))
+def rotated(x):
+    """Rotary positions, in halves."""
+    half = x.shape[-1] // 2
+    angle = jnp.arange(x.shape[1])[:, None] / 100 ** (jnp.arange(half)[None] / half)
     angle = angle.astype(jnp.float32)[None, :, None]
-    a, b, rest = jnp.split(x, (part // 2, part), axis=-1)
+    a, b = jnp.split(x, 2, axis=-1)
     c, s = jnp.cos(angle), jnp.sin(angle)
-    return jnp.concatenate([a * c - b * s, b * c + a * s, rest], axis=-1)
+    return jnp.concatenate([a * c - b * s, b * c + a * s], axis=-1)
 
 
 def repeated(x, batch):

@@ -1,4 +1,4 @@
-"""The constructors check their fields; JAX transformations skip the checks."""
+"""Constructors check their fields, JAX transformations skip the checks; a structure of a user's own."""
 
 import pickle
 import re
@@ -9,8 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import moment_jax as mj
 from moment_jax.covariance import Covariance, Diagonal, Full, Separable
-from tests.builders import ALL_STRUCTURES, assert_close, random_cov
+from tests.builders import (
+    ALL_STRUCTURES,
+    Pairs,
+    assert_close,
+    define_pairs,
+    random_block,
+    random_cov,
+    random_dense,
+)
 
 T, D = 4, 3
 ONES, TOKENS, FEATURES = np.ones((T, D)), np.eye(T), np.eye(D)
@@ -33,6 +42,7 @@ SHAPES = [
     (lambda: Diagonal(-ONES), "Got -1", "not negative"),
     (lambda: Full(-_dense()), "Got -1", "not negative"),
     *((partial(s.zeros, (2, T, D)), "Got (2, 4, 3)", "jax.vmap") for s in ALL_STRUCTURES),
+    *((partial(s.project, ONES), "(4, 3)", "(T, D, T, D)") for s in ALL_STRUCTURES),
 ]
 TYPES = [
     (lambda: Diagonal(np.ones((T, D), int)), "int64", "astype(jnp.float32)"),
@@ -102,3 +112,51 @@ def test_covariances_are_pickled(structure):
 def test_a_structure_without_its_two_methods_is_refused_as_it_is_defined():
     with pytest.raises(TypeError, match=r"Got Nothing without `project`, `to_dense`"):
         type("Nothing", (Covariance,), {})
+
+
+# -- a user's structure, defined by its projection alone, works wherever a covariance does ------------
+
+
+KEYS = jax.random.split(jax.random.key(8), 4)
+BLOCK = random_block(KEYS[0], 4, 6, 0.3)
+X = jax.random.normal(KEYS[1], (4, 4))
+block = partial(mj.encoder_block, params=BLOCK, num_heads=2, norm_first=True, activation="gelu")
+
+
+@pytest.mark.slow
+def test_a_structure_that_loses_nothing_is_full():
+    """Two tokens, one pair: block, gradient and batch."""
+    noise = random_dense(KEYS[2], (2, 4), 0.3)
+
+    def loss(structure, x):
+        mean, cov = block(x, structure.project(noise))
+        variance = cov.variance()
+        return jnp.sum(mean**2) + jnp.sum(variance), (mean, cov.to_dense(), variance)
+
+    def both(structure):
+        return jax.grad(partial(loss, structure), has_aux=True)
+
+    ours = jax.jit(jax.vmap(both(Pairs)))(X.reshape(2, 2, 4))
+    full = jax.jit(both(mj.Full))(X[:2])
+    for batch, alone in zip(*map(jax.tree.leaves, (ours, full)), strict=True):
+        assert_close(batch[0], alone)
+
+
+def test_propagate_takes_it():
+    """A gated product with a residual: its operands share an input."""
+    params = {"gate": BLOCK.attention.query.kernel, "value": BLOCK.attention.key.kernel}
+
+    def fn(params, x):
+        return x + jax.nn.silu(x @ params["gate"]) * (x @ params["value"])
+
+    @jax.jit
+    def both(params):
+        fns = (mj.propagate(fn, structure=s) for s in (Pairs, mj.Full))
+        return [moments(params, X[:2])[1].to_dense() for moments in fns]
+
+    assert_close(*both(params))
+
+
+def test_a_class_can_be_defined_again():
+    """As when a notebook cell runs twice."""
+    assert define_pairs() is not Pairs
