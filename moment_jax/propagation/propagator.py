@@ -345,11 +345,7 @@ def plan(
     means = jax.tree.map(
         lambda x: x[0] if is_random_input(x) else x, inputs, is_leaf=is_random_input
     )
-    try:
-        traced = jax.make_jaxpr(fn)(at, *means)
-    except Exception as error:
-        errors.explain_call("propagate", functools.partial(fn, at), means, error)
-        raise
+    traced = jax.make_jaxpr(fn)(at, *means)
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Posterior))
     leaves += jax.tree.leaves(inputs, is_leaf=is_random_input)
     if len(traced.jaxpr.outvars) != 1:

@@ -87,8 +87,6 @@ class Recorder:
             if name in _DRAWS or any(Same(x) in self.drawn for x in operands):
                 self.drawn.update(map(Same, results))
             return results
-        if name == "cond":
-            return self._branch(eqn, operands)
         if name == "scan":
             return self._unrolled(eqn, operands)
         if name == "select_n":
@@ -199,16 +197,6 @@ class Recorder:
                 node = Node(eqn.primitive, eqn.params, whole, x.shape, x.dtype, source)
             self.beliefs[x] = node
         return self.beliefs[x]
-
-    def _branch(self, eqn: Any, operands: list[Value]) -> list[Value]:
-        index, *args = operands
-        if is_random(index) or not primitives.is_known(index):
-            raise refuse(
-                "`cond` on a value that is random or traced",
-                self.source(eqn),
-                "Use a static condition, or jnp.where of both results.",
-            )
-        return self._entered(eqn, eqn.params["branches"][int(index)], args)
 
     def _unrolled(self, eqn: Any, operands: list[Value]) -> list[Value]:
         p, body = eqn.params, eqn.params["jaxpr"]

@@ -179,8 +179,6 @@ def _read(propagator: Propagator, weights: Node) -> Scores | tuple[Node, str]:
         none = path.certain(np.float32(-np.inf))
         choice = Choice(path.certain(softmax.kept), softmax.when, ((none,),))
         path = replace(path, choices=(choice,))
-    if softmax.factor != 1:
-        path = replace(path, factors=(path.certain(np.float64(softmax.factor)),))
     path = _down(path)
     below, cap = path, None
     if not is_product(path.node):
@@ -218,11 +216,10 @@ def _down(path: Path) -> Path:
 
 
 class Softmax(NamedTuple):
-    """exp(factor * argument) over its sum along an axis, of the entries where `kept` is `when`."""
+    """exp(argument) over its sum along an axis, of the entries where `kept` is `when`."""
 
     argument: Node
     axis: int
-    factor: float
     kept: Any = None  # None: of all
     when: bool = True
 
@@ -232,7 +229,7 @@ def _softmax(node: Node) -> Softmax | None:
     node = _same(node)
     chosen = _masked(node)
     node, *mask = (node, None, True) if chosen is None else chosen
-    if node.op in ("exp", "exp2"):  # of a log-softmax
+    if node.op == "exp":  # of a log-softmax
         log = _same(node.nodes[0])
         if log.op != "sub" or len(log.nodes) < 2:
             return None
@@ -243,10 +240,6 @@ def _softmax(node: Node) -> Softmax | None:
         total = _unbroadcast(total.nodes[0]) if total.op == "abs" else total
     elif node.op == "div" and len(node.nodes) == 2:
         over, total = _same(node.nodes[0]), _unbroadcast(node.nodes[1])
-    elif node.op == "mul" and len(node.nodes) == 2:  # by the reciprocal
-        pairs = ((a, _unbroadcast(b)) for a, b in (node.nodes, node.nodes[::-1]))
-        over, inverse = next(((a, b) for a, b in pairs if _is_reciprocal(b)), (node, node))
-        total = _unbroadcast(inverse.nodes[0])
     else:
         return None
     if total.op != "reduce_sum" or len(total.params["axes"]) != 1:
@@ -257,13 +250,11 @@ def _softmax(node: Node) -> Softmax | None:
         part = inner[0]
     if (inner is None) != (mask[0] is None) or (inner is not None and inner[1] is not mask[0]):
         return None
-    if part.op not in ("exp", "exp2"):
+    if part.op != "exp":
         return None
     argument = _without_shift(_same(part.nodes[0]), axis)
-    of_log = node.op in ("exp", "exp2")
-    same = _without_shift(over, axis) is argument if of_log else over is part
-    factor = math.log(2) if part.op == "exp2" else 1.0
-    return Softmax(argument, axis, factor, *mask) if same else None
+    same = _without_shift(over, axis) is argument if node.op == "exp" else over is part
+    return Softmax(argument, axis, *mask) if same else None
 
 
 def _same(node: Node, operations: set[str] = primitives.UNMOVED) -> Node:
@@ -276,12 +267,6 @@ def _same(node: Node, operations: set[str] = primitives.UNMOVED) -> Node:
 def _unbroadcast(node: Node) -> Node:
     """The array of which this is a view."""
     return _same(node, primitives.VIEWS)
-
-
-def _is_reciprocal(node: Node) -> bool:
-    if node.op == "div":
-        return isinstance(node.operands[1], Node) and primitives.uniform(node.operands[0]) == 1
-    return node.op == "integer_pow" and node.params["y"] == -1
 
 
 def _masked(node: Node) -> tuple[Node, Any, bool] | None:
@@ -333,4 +318,4 @@ def _products(node: Node, *, through_exp: bool = True) -> list[Node]:
     """The products of which an array is made row by row; with an exponential somewhere above."""
     seen = between(node, [], lambda n: n.nodes if n.op in regions.BY_ROW else [])
     found = [n for n in seen if is_product(n)]
-    return found if not through_exp or any(n.op in ("exp", "exp2") for n in seen) else []
+    return found if not through_exp or any(n.op == "exp" for n in seen) else []

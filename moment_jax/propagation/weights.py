@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -26,7 +25,6 @@ from moment_jax.posterior import (
 from moment_jax.propagation import arrays, primitives
 from moment_jax.propagation.arrays import Axes, Base
 from moment_jax.propagation.derivatives import check_derivatives
-from moment_jax.propagation.errors import explain_call
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -270,11 +268,7 @@ def linearised(
         def filled(means: dict[int, Array]) -> Any:
             return jax.tree.unflatten(treedef, [means.get(i, x) for i, x in enumerate(leaves)])
 
-        try:
-            mean = fn(filled(means), *inputs)
-        except Exception as error:
-            explain_call("linearised", functools.partial(fn, filled(means)), inputs, error)
-            raise
+        mean = fn(filled(means), *inputs)
         check_derivatives("linearised", lambda at: fn(filled(at), *inputs), means)
         shape = (-1, mean.shape[-1]) if mean.ndim else (1, 1)
         if structure is Diagonal:

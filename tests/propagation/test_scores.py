@@ -74,12 +74,8 @@ SCORES = {  # what is done to the scores, and the certain array that it needs
     "log softmax": (lambda p, z, c: jax.nn.log_softmax(z / 2), None),
 }  # fmt: skip
 SOFTMAXES = {
-    "a reciprocal": lambda z: (lambda e: e * (1 / e.sum(-1, keepdims=True)))(
-        jnp.exp(z - z.max(-1)[..., None])
-    ),
     "a log-softmax": lambda z: jnp.exp(jax.nn.log_softmax(z)),
     "a logsumexp": lambda z: jnp.exp(z - jax.nn.logsumexp(z, axis=-1, keepdims=True)),
-    "powers of two": lambda z: (lambda e: e / e.sum(-1, keepdims=True))(jnp.exp2(z)),
     "where=": lambda z: jax.nn.softmax(z, where=CAUSAL[None]),
 }  # fmt: skip
 GATES = {  # what is done to the weights
