@@ -6,7 +6,7 @@ from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.covariance.fields import known_values, need
-from moment_jax.expectations import masked_softmax, softmax_expansion, softmax_jacobian
+from moment_jax.expectations import softmax_expansion
 from moment_jax.layers import params as checks
 from moment_jax.layers.params import S
 from moment_jax.posterior import Point, Posterior
@@ -82,29 +82,24 @@ def mean_pool(mean: Array, cov: S, mask: Array | None = None) -> tuple[Array, S]
 
 
 @materialized_inputs
-def softmax(mean: Array, cov: S, *, order: int = 2, mask: Array | None = None) -> tuple[Array, S]:
+def softmax(mean: Array, cov: S, *, mask: Array | None = None) -> tuple[Array, S]:
     """Moments of the softmax over the last axis, row by row.
 
-    With order 1 the mean is w = softmax(E[x]), and covariances, including those between rows, pass
-    through the Jacobians diag(w_t) - w_t w_t^T. With order 2 mean and variances are those of
-    `expectations.softmax_expansion`, and covariances pass through the smaller expected Jacobians. The
-    errors are stated there; for 8 independent logits the total variance is 0.99, 1.02, 1.08 and 1.27 of
-    the sampled one at a logit sd of 1, 2, 3 and 10. The cost is that of (C, C) matrices per token.
+    Mean and variances are those of `expectations.softmax_expansion`, and covariances, including those
+    between rows, pass through the expected Jacobians, which are smaller than diag(w_t) - w_t w_t^T at
+    the mean weights. The errors are stated there; for 8 independent logits the total variance is 0.99,
+    1.02, 1.08 and 1.27 of the sampled one at a logit sd of 1, 2, 3 and 10. The cost is that of (C, C)
+    matrices per token.
 
-    Assumes that x is Gaussian (order 2). Source: Transformer derivation, Prop. 3 and Eq. 10, 11;
+    Assumes that x is Gaussian. Source: Transformer derivation, Prop. 3 and Eq. 10, 11;
     Brownian motion in the Transformer, Eq. 7 (the second-order term).
 
     Args (mean, cov, (T, C), results and errors are those of `dense`):
-      order: 1 or 2.
       mask: (T, C) boolean, True where a weight may be positive; None for no mask. Masked weights are
         exactly zero, and so is a fully masked row; the others of a row sum to one in the mean.
     """
     checks.check_moments("softmax", mean, cov)
-    checks.check_order("softmax", order)
     checks.check_mask("softmax", "True for entries to use", mask, mean.shape)
-    if order == 1:
-        weights = masked_softmax(mean, mask)
-        return weights, cov.map_each(jax.vmap(softmax_jacobian)(weights))
     rows = jax.vmap(softmax_expansion)(mean, cov.token_blocks(), mask)
     passed = cov.map_each(rows.jacobian)
     return rows.mean, passed.add(type(cov).independent(diagonal_of(rows.rest)))

@@ -62,14 +62,15 @@ def test_the_equation_of_the_expected_jacobian_holds(num_scores, dtype):
         np.testing.assert_allclose(x, root @ middle @ root.T, atol=1e-10)
 
 
-def test_order_one_is_the_derivation():
+def test_faint_noise_is_the_derivation():
     mean, cov = (x[1] for x in rows(1.0))
+    cov = 1e-8 * cov
     w = np.exp(mean) / np.exp(mean).sum()
-    got_mean, got = mj.softmax(mean[None], mj.Full(cov[None, :, None, :]), order=1)
-    np.testing.assert_allclose(got_mean[0], w, rtol=1e-14)
+    got_mean, got = mj.softmax(mean[None], mj.Full(cov[None, :, None, :]))
+    np.testing.assert_allclose(got_mean[0], w, rtol=1e-6)
     jacobian = np.diag(w) - np.outer(w, w)
     np.testing.assert_allclose(softmax_jacobian(w), jacobian, atol=1e-15)
-    np.testing.assert_allclose(got.cov[0, :, 0], jacobian @ cov @ jacobian.T, atol=1e-14)
+    np.testing.assert_allclose(got.cov[0, :, 0], jacobian @ cov @ jacobian.T, atol=1e-7 * cov.max())
 
 
 def test_small_noise_is_itos_correction():

@@ -44,11 +44,11 @@ GAINS = [("x", 1), ("x", 10), ("x", 100), ("x", 1000), ("both", 1), ("both", 10)
 HUGE = {"zero": 0, "certain": 1, "huge scores": 1e4, "huge scores, one key": 1e4, "no key": 1}
 
 
-def moments(mean, cov, memory, block, mask, names=tuple(LAYERS), order=2):
+def moments(mean, cov, memory, block, mask, names=tuple(LAYERS)):
     """Mean and covariance of every layer."""
     noise = type(cov).independent(0.01 * cov.variance()[: len(memory)])
     other = mean.T, type(cov).independent(cov.variance().T)
-    given = Given(block, other, (memory, noise), mask[0], mask, mask[:, : len(memory)], order)
+    given = Given(block, other, (memory, noise), mask[0], mask, mask[:, : len(memory)])
     return {name: LAYERS[name](mean, cov, given) for name in names}
 
 
@@ -219,7 +219,7 @@ def test_one_token_of_two_features_in_order_1_by_any_family(structure: type[Cova
     @functools.partial(jax.vmap, in_axes=(0, 0, None))
     def run(mean, spread, mask):
         cov = structure.independent(jnp.broadcast_to(spread**2, mean.shape))
-        found = moments(mean, cov, mean, block, mask, order=1)
+        found = moments(mean, cov, mean, block, mask)
         return {name: (m, c.to_dense(), c.variance()) for name, (m, c) in found.items()}
 
     for name, found in run(means, spreads, np.ones((1, 1), bool)).items():

@@ -54,7 +54,6 @@ SHAPES = [
     (lambda: dense(cov=jax.tree.map(lambda v: v[..., None], COV)), "in_axes=None"),
     (lambda: jax.vmap(dense, (0, 0, None))(jnp.ones((3, 3, 4)), COV, DENSE), "in_axes=None"),
     (lambda: mj.matmul(MEAN, COV, MEAN, COV), "as many columns"),
-    (lambda: softmax(order=3), "order=1"),
     (lambda: softmax(mask=jnp.ones(4, bool)), "mask"),
     (lambda: softmax(mask=jnp.zeros((3, 4))), "boolean mask"),
     (lambda: mj.layer_norm(MEAN, COV, mj.NormParams(vector(3))), "scale of shape"),

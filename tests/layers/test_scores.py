@@ -33,8 +33,8 @@ def table(variance):
     return (ScoreNoise(jnp.full(H * (2 * T - 1), variance), PLACES, jnp.ones((1, 1, 1))),)
 
 
-def attend(cov, mask=None, order=2, params=PARAMS, **scores):
-    mean, out, _ = attention_with_carry(MEAN, cov, params, H, mask, order, **scores)
+def attend(cov, mask=None, params=PARAMS, **scores):
+    mean, out, _ = attention_with_carry(MEAN, cov, params, H, mask, **scores)
     return mean, out.to_dense()
 
 
@@ -78,10 +78,7 @@ def test_special_cases_agree(structure):
         return {
             "a scale of one": (attend(cov, scale=jnp.ones(())), plain),
             "a bias of each query": (attend(cov, bias=BIAS[:, :, :1]), plain),
-            "a certain table, order 1": (
-                attend(cov, order=1, noise=table(0.0)),
-                attend(cov, order=1),
-            ),
+            "a certain table": (attend(cov, noise=table(0.0)), plain),
             "a cap that does not bend": (attend(cov, cap=identity), plain),
             "one row of a mask for all queries": (attend(cov, mask[:1]), attend(cov, mask)),
             "a bias of -inf": (attend(cov, bias=hidden), attend(cov, mask)),

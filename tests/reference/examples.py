@@ -1,12 +1,16 @@
 """Small random moments and networks, and comparisons of moments."""
 
+import dataclasses
+
 import jax
 import numpy as np
 
 from moment_jax.layers import AttentionParams, NormParams
+from moment_jax.posterior import Posterior
 from tests.builders import random_dense, random_dense_params, random_vector
 
 TOKENS, FEATURES, HIDDEN = 3, 4, 6
+FAINT = 1e-8  # share of the noise at which only what is of first order in it is left
 
 
 def moments_of(seed, *shape, noise=0.3):
@@ -41,11 +45,21 @@ def name(value):
     return value.__name__ if isinstance(value, type) else None
 
 
-def assert_same(moments, expected):
-    """Mean and `Full` covariance of a transform are those of a reference, at 1e-10."""
+def faint(params):
+    """Beliefs with a small share of their noise."""
+
+    def one(x):
+        spread = (name for name in ("variance", "cov") if hasattr(x, name))
+        return dataclasses.replace(x, **{name: FAINT * getattr(x, name) for name in spread})
+
+    return jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, Posterior))
+
+
+def assert_same(moments, expected, rtol=1e-10):
+    """Mean and `Full` covariance of a transform are those of a reference."""
     mean, cov = moments
     for got, wanted in ((mean, expected[0]), (cov.cov, expected[1])):
-        np.testing.assert_allclose(got, wanted, rtol=1e-10, atol=1e-10)
+        np.testing.assert_allclose(got, wanted, rtol=rtol, atol=rtol * np.abs(wanted).max())
 
 
 def worst(estimate, truth, error):
