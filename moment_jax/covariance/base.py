@@ -154,14 +154,6 @@ class Covariance(abc.ABC):
         for name in ("to_dense", "token_blocks", "token_gram"):
             if name in vars(cls):
                 setattr(cls, name, over_batch(vars(cls)[name]))
-        needed = "project", "to_dense"
-        missing = [k for k in needed if getattr(getattr(cls, k), "__isabstractmethod__", False)]
-        if missing:
-            raise TypeError(
-                "A covariance structure needs a classmethod `project(cls, dense)` of a (T, D, T, D) "
-                "array, and `to_dense(self)`, which returns one. Got "
-                f"{cls.__name__} without `{'`, `'.join(missing)}`. Define them."
-            )
 
     # -- what a structure defines -----------------------------------------------------------------
 
@@ -255,8 +247,7 @@ class Covariance(abc.ABC):
     def pooled(self, pool: Array) -> Self:
         """The same covariance, what it holds of a sum over tokens from now on that of sum_t pool_t x_t.
 
-        Tokens of weight zero (padding, or later ones) then have no influence on the others. ValueError
-        if there is not one weight for each token.
+        Tokens of weight zero (padding, or later ones) then have no influence on the others.
         """
         return self
 

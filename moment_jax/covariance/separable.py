@@ -211,9 +211,6 @@ class Separable(Covariance):
     def pooled(self, pool: Array) -> Self:
         if pool is self.pool:
             return self
-        rule, came = f"one weight for each of {len(self.pool)} tokens", f"the shape {pool.shape}"
-        right, mend = pool.shape == self.pool.shape, "For equal weights, use jnp.ones."
-        fields.need("Separable.pooled", right, rule, came, mend)
         pool = pool.astype(self.dtype)
         total = tg.vecmat(pool, self.tokens) @ pool
         return self.unchecked(self.variances, self.tokens, self._features_of(pool, total), pool)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moment_jax.covariance import Covariance, Diagonal, Full, Separable
+from moment_jax.covariance import Diagonal, Full, Separable
 from tests.builders import ALL_STRUCTURES, assert_close, random_cov
 
 T, D = 4, 3
@@ -81,24 +81,8 @@ def test_rounding_below_zero_is_no_error(structure):
 
 
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
-def test_covariances_pass_through_exported_functions(structure):
-    pytest.importorskip("flatbuffers")
-    cov = random_cov(jax.random.key(1), structure, (T, D))
-    double = jax.jit(lambda c: c.rescale(jnp.full((T, D), 2.0)))
-    saved = jax.export.export(double)(cov).serialize()
-    result = jax.export.deserialize(saved).call(cov)
-    assert isinstance(result, structure)
-    np.testing.assert_allclose(result.variance(), 4 * cov.variance(), rtol=1e-12)
-
-
-@pytest.mark.parametrize("structure", ALL_STRUCTURES)
 def test_covariances_are_pickled(structure):
     cov = random_cov(jax.random.key(1), structure, (T, D))
     again = pickle.loads(pickle.dumps(cov))
     assert type(again) is structure
     assert_close(again.to_dense(), cov.to_dense())
-
-
-def test_a_structure_without_its_two_methods_is_refused_as_it_is_defined():
-    with pytest.raises(TypeError, match=r"Got Nothing without `project`, `to_dense`"):
-        type("Nothing", (Covariance,), {})
