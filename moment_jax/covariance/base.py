@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance.fields import Shape, by_shapes, no_such, rebuilt, sequence_shape
+from moment_jax.covariance.fields import Shape, by_shapes, need, no_such, rebuilt, sequence_shape
 from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt, vector_cov
 from moment_jax.xla import diagonal_matrix
 
@@ -214,12 +214,10 @@ class Covariance(abc.ABC):
     def sd(self) -> Array:
         """The standard deviation of each entry, (..., T, D), of single tokens for one example alone."""
         variance = self.variance()
-        if variance.ndim > 2 and variance.shape[-2] == 1:
-            raise ValueError(
-                "`cov.sd()` has the shape of a sequence for each example, which a mean without tokens "
-                f"would silently broadcast with. Got {variance.shape}. Use moments.sd of moments = "
-                "model(x), or jnp.sqrt(cov.variance()[..., 0, :])."
-            )
+        right, shape = variance.ndim == 2 or variance.shape[-2] > 1, variance.shape
+        rule = "more than one token in a batch: else a mean without tokens would broadcast with it"
+        mend = "Use moments.sd of moments = model(x), or jnp.sqrt(cov.variance()[..., 0, :])."
+        need("cov.sd()", right, rule, shape, mend)
         return safe_sqrt(variance)
 
     def token_blocks(self) -> Array:
