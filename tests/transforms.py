@@ -20,7 +20,7 @@ class Given(NamedTuple):
     block: mj.EncoderBlockParams
     other: tuple[Any, Any]  # moments of a matrix (D, N)
     memory: tuple[Any, Any]  # moments of a sequence (S, D)
-    seen: Any = None  # which tokens (T,) `softmax` and `mean_pool` see
+    seen: Any = None  # which tokens (T,) `softmax` sees
     mask: Any = None  # of queries and own keys
     memory_mask: Any = None  # of queries and keys of the memory
 
@@ -56,7 +56,6 @@ LAYERS = {
     "tanh": lambda m, c, given: mj.activation(m, c, jnp.tanh),
     "softmax": _softmax,
     "layer_norm": lambda m, c, given: mj.layer_norm(m, c, given.block.norm1),
-    "mean_pool": lambda m, c, given: mj.mean_pool(m, c, given.seen),
     "feed_forward": lambda m, c, given: mj.feed_forward(
         m, c, given.block.feed_forward, activation="gelu"
     ),

@@ -1,4 +1,4 @@
-"""The two ends of a network: embeddings of tokens; their mean, and softmax (Prop. 3)."""
+"""The two ends of a network: embeddings of tokens, and softmax (Prop. 3)."""
 
 import jax
 import jax.numpy as jnp
@@ -64,21 +64,6 @@ def embedding(
     choice = jnp.where(valid, choice, jnp.nan)
     certain = materialized(structure.zeros(choice.shape, mean.dtype, landmarks))
     return mean, certain.weight_noise(choice, table.rows(ids))
-
-
-@materialized_inputs
-def mean_pool(mean: Array, cov: S, mask: Array | None = None) -> tuple[Array, S]:
-    """Moments of the mean over tokens, (1, D): a sequence of one token.
-
-    Exact, given what the structure holds of the tokens' covariance. `mask` is (T,) boolean, True for the
-    tokens to average; None for all. The rest is as in `dense`.
-    """
-    checks.check_moments("mean_pool", mean, cov)
-    checks.check_mask("mean_pool", "True for tokens to use", mask, mean.shape[:1])
-    weights = jnp.ones(len(mean), bool) if mask is None else mask
-    weights = weights[None].astype(mean.dtype)
-    weights = weights / jnp.maximum(jnp.sum(weights), 1)
-    return weights @ mean, cov.map_tokens(weights)
 
 
 @materialized_inputs

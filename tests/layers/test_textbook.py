@@ -1,4 +1,4 @@
-"""Layers beside the textbook: dense, products, pooling, norms; attention where it is linear."""
+"""Layers beside the textbook: dense, products, norms; attention where it is linear."""
 
 from __future__ import annotations
 
@@ -57,20 +57,6 @@ def test_matmul_is_the_projection_of_the_exact_moments(structure: type[Covarianc
     kernels = [mj.posterior.FullNormal(mean, other.to_dense()) for other in others]
     exact = [mj.reference.dense(MEAN, cov.to_dense(), mj.DenseParams(kernel)) for kernel in kernels]
     assert_exact(structure, lambda m, c, other: mj.matmul(m, c, mean, other), cov, others, exact)
-
-
-@pytest.mark.parametrize("structure", ALL_STRUCTURES)
-def test_mean_pool_is_exact(structure: type[Covariance]):
-    cov = random_cov(KEYS[1], structure, SHAPE)
-    mask, seen = np.array([True, False, True]), np.array([0, 2])
-    pool = jax.jit(lambda *args: (lambda m, c: (m, c.variance()))(*mj.mean_pool(*args)))
-    mean, variance = pool(MEAN, cov)
-    masked, masked_variance = pool(MEAN, cov, mask)
-    dense, tokens = np.asarray(cov.to_dense()), np.asarray(MEAN)
-    assert_close(mean, tokens.mean(0, keepdims=True))
-    assert_close(variance[0], np.diagonal(dense.mean((0, 2))))
-    assert_close(masked[0], tokens[seen].mean(0))
-    assert_close(masked_variance[0], np.diagonal(dense[seen][:, :, seen].mean((0, 2))))
 
 
 # -- norms: variances of any structure by their Jacobian ----------------------------------------------
