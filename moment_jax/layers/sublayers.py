@@ -4,7 +4,6 @@ Each has a public function, and one that also returns how it carries covariances
 `rules`. They check what came; what they do with it is the rule of the structure.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -85,10 +84,9 @@ def norm_with_carry(
 
 @materialized_inputs
 def attention(
-    mean: Array, cov: S, params: AttentionParams, *, num_heads: int, mask: Array | None = None,
-    bias: Array | None = None,
-) -> tuple[Array, S]:  # fmt: skip
-    """Moments of multi-head self-attention, softmax(q k^T / sqrt(K) + bias) v and the output projection.
+    mean: Array, cov: S, params: AttentionParams, *, num_heads: int, mask: Array | None = None
+) -> tuple[Array, S]:
+    """Moments of multi-head self-attention, softmax(q k^T / sqrt(K)) v and the output projection.
 
     Scores are correlated across queries as well as keys, because all tokens share the weight noise. Each
     structure keeps what it can of that, and of the input x that queries, keys and values share: `Full`
@@ -101,21 +99,18 @@ def attention(
       num_heads: H, a divisor of their width.
       mask: (T, T), (1, T) for all queries, or (H, T, T) boolean, True where a query (row) may look at a
         key (column). Masked keys get a weight of exactly zero, a query with no key left a zero output.
-      bias: certain, (T, T), or (H, T, T) for each head, added to the scores: positions as in ALiBi or
-        T5, a soft mask. Where it is -inf the key is masked. To hide padding use `mask`: the averages
-        that `Separable` takes over tokens leave out what is masked, not what has a low bias.
 
     With a mask, the feature Gram matrix of `Separable` is from here on that of the tokens which no query
     is denied. Source: Transformer derivation, sections 4.2 to 4.4.
     """
     cov = cov.seen_by(mask)
-    return attention_with_carry(mean, cov, params, num_heads, mask, bias=bias)[:2]
+    return attention_with_carry(mean, cov, params, num_heads, mask)[:2]
 
 
 @materialized_inputs
 def cross_attention(
     mean: Array, cov: S, memory_mean: Array, memory_cov: S, params: AttentionParams, *,
-    num_heads: int, mask: Array | None = None, bias: Array | None = None,
+    num_heads: int, mask: Array | None = None,
 ) -> tuple[Array, S]:  # fmt: skip
     """Moments of multi-head attention of a random sequence x to a random memory.
 
@@ -131,8 +126,7 @@ def cross_attention(
       params: beliefs about the kernels (D, H K) of query, (E, H K) of key and value, (H K, D).
     """
     memory = memory_mean, memory_cov.seen_by(mask, memory=True)
-    attend = partial(attention_with_carry, memory=memory, bias=bias)
-    return attend(mean, cov, params, num_heads, mask)[:2]
+    return attention_with_carry(mean, cov, params, num_heads, mask, memory=memory)[:2]
 
 
 def attention_with_carry(
@@ -143,7 +137,7 @@ def attention_with_carry(
 ) -> tuple[Array, S, Carry]:  # fmt: skip
     """`attention`, or `cross_attention` with a memory, and how it carries covariances.
 
-    The rest is what `Attending` says; scale, bias and factors of noise are broadcast to (H, T, S).
+    The rest is what `Attending` says; of scale, bias and factors of noise H may be 1 too.
     """
     name = "attention" if memory is None else "cross_attention"
     checks.check_moments(name, mean, cov)
@@ -166,27 +160,18 @@ def attention_with_carry(
     if mask is not None:
         source_cov.check_mask(name, mask)
         mask = jnp.broadcast_to(mask, whole)
-    of_scores = partial(_of_scores, name, whole)
     if bias is not None:  # a key of -inf is masked: its derivative would be NaN
-        bias = of_scores("bias", bias)
         keep = bias > -jnp.inf
         bias, mask = jnp.where(keep, bias, 0), keep if mask is None else mask & keep
         mask = jnp.broadcast_to(mask, whole)
-    scale = None if scale is None else of_scores("scale", scale)
-    noise = tuple(each._replace(factor=of_scores("noise", each.factor)) for each in noise)
+
+    def of_heads(x: Array) -> Array:
+        return jnp.broadcast_to(x, (num_heads, *x.shape[1:]))
+
+    scale, bias = (None if x is None else of_heads(x) for x in (scale, bias))
+    noise = tuple(each._replace(factor=of_heads(each.factor)) for each in noise)
     attending = Attending(num_heads, mask, turns, scale, bias, noise, cap)
     return rules_of(type(cov)).attention(mean, cov, memory, params, attending)
-
-
-def _of_scores(name: str, whole: tuple[int, ...], what: str, array: Array) -> Array:
-    """An array for all scores as (H, T, S), where T and S may be 1."""
-    checks.check_array(f"{name}(..., {what}=)", array)
-    shape = (1,) * (3 - array.ndim) + array.shape
-    fits = all(n in (1, m) for n, m in zip(shape, whole, strict=False))
-    rule = f"a {what} of shape {whole[1:]}, (queries, keys), or {whole}, with heads"
-    mend = f"Use jnp.broadcast_to({what}, {whole}); for a batch vmap."
-    need(name, array.ndim in (0, 2, 3) and fits, rule, checks.described(array), mend)
-    return jnp.broadcast_to(array.reshape(shape), (whole[0], *shape[1:]))
 
 
 @materialized_inputs
