@@ -282,9 +282,9 @@ class Covariance(abc.ABC):
         half = Cross(self.to_dense()).entries(places)
         return self.project(half.T.entries(places).cov)
 
-    def add(self, *others: Self) -> Self:
-        """Covariance of the sum of independent arrays."""
-        return self.projected(sum((other.to_dense() for other in others), self.to_dense()))
+    def add(self, other: Self) -> Self:
+        """Covariance of the sum of two independent arrays."""
+        return self.projected(self.to_dense() + other.to_dense())
 
     # -- random parameters and nonlinearities -------------------------------------------------------
 

@@ -254,11 +254,12 @@ class Recorder:
 
     def _looped(self, eqn: Any, consts: Any, state: list[Value], over: Any) -> Node | None:
         """All steps of a scan as one loop, if that is possible."""
-        stacks = [x for x in over if isinstance(x, Weight)]
-        known = not any(isinstance(x, Node) for x in over)
-        known = known and not any(isinstance(x, Weight) for x in consts)
-        known = known and not isinstance(state[0], Weight) and eqn.params["length"] > 2
-        if self.unrolls or not known or not all(x.is_stack for x in stacks):
+        if (
+            self.unrolls
+            or eqn.params["length"] < blocks.FEWEST
+            or any(isinstance(x, Weight) for x in (*consts, *state))
+            or any(isinstance(x, Node) or (isinstance(x, Weight) and not x.is_stack) for x in over)
+        ):
             return None
         closed = eqn.params["jaxpr"]
         options = {name: eqn.params[name] for name in ("length", "unroll")}

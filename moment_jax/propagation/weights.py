@@ -280,7 +280,7 @@ def linearised(
 
             variances = jax.lax.map(variance, jnp.arange(mean.size), batch_size=64)
             return mean.reshape(shape), Diagonal(variances.reshape(shape))
-        rule, came = "at most 2^28 covariances of outputs", f"{mean.size}^2 of outputs {mean.shape}"
+        rule, came = "outputs of at most 2^28 covariances", f"{mean.size} outputs {mean.shape}"
         mend = "Use structure=mj.Diagonal for variances, or a function of fewer outputs."
         need("linearised", mean.size**2 <= LARGEST, rule, came, mend)
         total = jnp.zeros((mean.size, mean.size), mean.dtype)
