@@ -373,7 +373,7 @@ def _random(propagator: Propagator, mean: Any, cov: Any) -> Node:
     axes = arrays.by_last_axis(np.ndim(mean))
     rows = arrays.as_rows(mean, *axes)
     right = type(cov) is propagator.structure and tuple(cov.shape) == rows.shape
-    rule = f"a covariance in {propagator.structure.__name__} of the mean's shape {rows.shape}"
+    rule = f"a covariance in {propagator.structure.__name__} of shape {rows.shape}, its mean's"
     need("propagate(fn)(params, (mean, cov))", right, rule, f"{type(cov).__name__} of {cov.shape}")
     own = Weight.of(Factorized(rows, jnp.zeros_like(rows)))
     places = arrays.ordered(np.shape(mean), *axes)
