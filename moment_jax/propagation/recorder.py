@@ -289,7 +289,9 @@ class Recorder:
             or overlap(weights, frozenset().union(*map(weights_in, others)))
         ):
             return None, 0
-        body = row.body(eqns, [v for v, _ in shared], [v for v, _ in own])
+        invars = [*(v for v, _ in shared), row.carried[0], *(v for v, _ in own)]
+        first_block = eqns[row.first : row.first + row.period]
+        body = blocks.Body(invars, first_block, [row.carried[1]])
         operands = [*(x for _, x in shared), start, *(stack(x) for _, x in own)]
         options = {"length": count, "unroll": 1}
         node = self._loop(body, (), operands, len(shared), options, eqns[row.first])
