@@ -256,7 +256,7 @@ def propagate(
 
     No rule have: convolutions but those of patches (kernel = stride), maxima and comparisons of two
     random entries or more, cumulative sums, sorting, scattered entries, random conditions and indices,
-    rounding and other functions that jump with curved pieces, recurrent loops, one weight array used
+    rounding and other functions that jump with curved pieces, branches, recurrent loops, one weight used
     in two places other than a product with its transpose, such as a layer that is called twice, and
     attention other than softmax(where(mask, scale * q k^T + bias, number)) v: with a sink, or a head
     that mixes others. They raise an error that names the line; `mj.linearised` takes them all, and so
