@@ -20,14 +20,8 @@ class Given(NamedTuple):
     block: mj.EncoderBlockParams
     other: tuple[Any, Any]  # moments of a matrix (D, N)
     memory: tuple[Any, Any]  # moments of a sequence (S, D)
-    seen: Any = None  # which tokens (T,) `softmax` sees
     mask: Any = None  # of queries and own keys
     memory_mask: Any = None  # of queries and keys of the memory
-
-
-def _softmax(mean, cov, given):
-    mask = None if given.seen is None else jnp.broadcast_to(given.seen[:, None], mean.shape)
-    return mj.softmax(mean, cov, mask=mask)
 
 
 @materialized_inputs  # as by the public transforms that call it
@@ -54,7 +48,7 @@ LAYERS = {
     "relu": lambda m, c, given: mj.relu(m, c),
     "gelu": lambda m, c, given: mj.gelu(m, c),
     "tanh": lambda m, c, given: mj.activation(m, c, jnp.tanh),
-    "softmax": _softmax,
+    "softmax": lambda m, c, given: mj.softmax(m, c),
     "layer_norm": lambda m, c, given: mj.layer_norm(m, c, given.block.norm1),
     "feed_forward": lambda m, c, given: mj.feed_forward(
         m, c, given.block.feed_forward, activation="gelu"

@@ -67,7 +67,7 @@ def embedding(
 
 
 @materialized_inputs
-def softmax(mean: Array, cov: S, *, mask: Array | None = None) -> tuple[Array, S]:
+def softmax(mean: Array, cov: S) -> tuple[Array, S]:
     """Moments of the softmax over the last axis, row by row.
 
     Mean and variances are those of `expectations.softmax_expansion`, and covariances, including those
@@ -79,12 +79,10 @@ def softmax(mean: Array, cov: S, *, mask: Array | None = None) -> tuple[Array, S
     Assumes that x is Gaussian. Source: Transformer derivation, Prop. 3 and Eq. 10, 11;
     Brownian motion in the Transformer, Eq. 7 (the second-order term).
 
-    Args (mean, cov, (T, C), results and errors are those of `dense`):
-      mask: (T, C) boolean, True where a weight may be positive; None for no mask. Masked weights are
-        exactly zero, and so is a fully masked row; the others of a row sum to one in the mean.
+    Arguments, (T, C), results and errors are those of `dense`. Entries of -inf in the mean are masked:
+    their weights are exactly zero, and so is a fully masked row.
     """
     checks.check_moments("softmax", mean, cov)
-    checks.check_mask("softmax", "True for entries to use", mask, mean.shape)
-    rows = jax.vmap(softmax_expansion)(mean, cov.token_blocks(), mask)
+    rows = jax.vmap(softmax_expansion)(mean, cov.token_blocks())
     passed = cov.map_each(rows.jacobian)
     return rows.mean, passed.add(type(cov).independent(diagonal_of(rows.rest)))

@@ -48,7 +48,7 @@ def moments(mean, cov, memory, block, mask, names=tuple(LAYERS)):
     """Mean and covariance of every layer."""
     noise = type(cov).independent(0.01 * cov.variance()[: len(memory)])
     other = mean.T, type(cov).independent(cov.variance().T)
-    given = Given(block, other, (memory, noise), mask[0], mask, mask[:, : len(memory)])
+    given = Given(block, other, (memory, noise), mask, mask[:, : len(memory)])
     return {name: LAYERS[name](mean, cov, given) for name in names}
 
 
@@ -254,7 +254,7 @@ def test_results_in_separable_agree_in_what_they_hold():
     def every(mean, cov, pool, mask):
         memory = 0.5 * mean, mj.Separable.independent(0.01 + 0.1 * cov.variance())
         other = mean.T, mj.Separable.independent(cov.variance().T)
-        given = Given(BLOCK, other, memory, mask[0], mask, mask)
+        given = Given(BLOCK, other, memory, mask, mask)
         layers = {**LAYERS, **NORMS}
         return {name: layer(mean, cov.pooled(pool), given)[1] for name, layer in layers.items()}
 

@@ -25,10 +25,6 @@ def dense(mean=MEAN, cov=COV, params=DENSE):
     return mj.dense(mean, cov, params)
 
 
-def softmax(**options):
-    return mj.softmax(MEAN, COV, **options)
-
-
 def attention(cov=COV, num_heads=2, **options):
     return mj.attention(MEAN, cov, BLOCK.attention, num_heads=num_heads, **options)
 
@@ -54,10 +50,7 @@ SHAPES = [
     (lambda: dense(cov=jax.tree.map(lambda v: v[..., None], COV)), "in_axes=None"),
     (lambda: jax.vmap(dense, (0, 0, None))(jnp.ones((3, 3, 4)), COV, DENSE), "in_axes=None"),
     (lambda: mj.matmul(MEAN, COV, MEAN, COV), "as many columns"),
-    (lambda: softmax(mask=jnp.ones(4, bool)), "mask"),
-    (lambda: softmax(mask=jnp.zeros((3, 4))), "boolean mask"),
     (lambda: mj.layer_norm(MEAN, COV, mj.NormParams(vector(3))), "scale of shape"),
-    (lambda: softmax(mask=[[True] * 4] * 3), "Got list"),
     (lambda: look(MEAN[None], COV), "cross_attention's memory"),
     (lambda: look(MEAN[:, :3], zeros(3, 3)), r"kernel of shape \(3, out\)"),
     (lambda: look(MEAN[:2], zeros(2, 4), mask=jnp.ones((3, 3), bool)), r"\(3, 2\)"),
