@@ -45,7 +45,6 @@ from moment_jax.layers import (
     gelu,
     layer_norm,
     matmul,
-    mean_pool,
     relu,
     rms_norm,
     softmax,
@@ -65,6 +64,6 @@ __all__ = [
     "Separable", "__version__", "activation", "attention", "brownian", "calibrate", "cross_attention",
     "decoder_block", "decoding", "dense", "discrete", "embedding", "encoder_block", "expectations",
     "feed_forward", "fit", "gelu", "inference", "joint", "laplace", "layer_norm", "linearised", "matmul",
-    "mean_pool", "monte_carlo", "nn", "objectives", "optim", "parallel", "posterior",
+    "monte_carlo", "nn", "objectives", "optim", "parallel", "posterior",
     "propagate", "propagation_rule", "reference", "register_fields", "relu", "rms_norm", "softmax",
 ]  # fmt: skip

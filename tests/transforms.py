@@ -18,15 +18,8 @@ class Given(NamedTuple):
     block: mj.EncoderBlockParams
     other: tuple[Any, Any]  # moments of a matrix (D, N)
     memory: tuple[Any, Any]  # moments of a sequence (S, D)
-    seen: Any = None  # which tokens (T,) `softmax` and `mean_pool` see
     mask: Any = None  # of queries and own keys
     memory_mask: Any = None  # of queries and keys of the memory
-    order: int = 2
-
-
-def _softmax(mean, cov, given):
-    mask = None if given.seen is None else jnp.broadcast_to(given.seen[:, None], mean.shape)
-    return mj.softmax(mean, cov, mask=mask, order=given.order)
 
 
 @materialized_inputs  # as by the public transforms that call it
@@ -36,7 +29,7 @@ def _bent_scores(mean, cov, given):
     distance = np.broadcast_to(np.arange(t)[:, None] - np.arange(t), (2, t, t))
     entries = ScoreNoise(jnp.full(2 * t, 0.1, dtype), distance + t - 1, jnp.ones((1, 1, 1), dtype))
     mean, cov, _ = attention_with_carry(
-        mean, cov.seen_by(given.mask), given.block.attention, 2, given.mask, given.order,
+        mean, cov.seen_by(given.mask), given.block.attention, 2, given.mask,
         scale=jnp.asarray(1.0 + 0.1 * distance, dtype), bias=jnp.asarray(-0.3 * np.abs(distance), dtype),
         noise=(entries,), cap=expectations.of(_cap),
     )  # fmt: skip
@@ -53,24 +46,17 @@ LAYERS = {
     "relu": lambda m, c, given: mj.relu(m, c),
     "gelu": lambda m, c, given: mj.gelu(m, c),
     "tanh": lambda m, c, given: mj.activation(m, c, jnp.tanh),
-    "softmax": _softmax,
-    "layer_norm": lambda m, c, given: mj.layer_norm(m, c, given.block.norm1, order=given.order),
-    "mean_pool": lambda m, c, given: mj.mean_pool(m, c, given.seen),
+    "softmax": lambda m, c, given: mj.softmax(m, c),
+    "layer_norm": lambda m, c, given: mj.layer_norm(m, c, given.block.norm1),
     "feed_forward": lambda m, c, given: mj.feed_forward(
         m, c, given.block.feed_forward, activation="gelu"
     ),
     "attention": lambda m, c, given: mj.attention(
-        m, c, given.block.attention, num_heads=2, order=given.order, mask=given.mask
+        m, c, given.block.attention, num_heads=2, mask=given.mask
     ),
     "attention, bent": _bent_scores,
     "cross_attention": lambda m, c, given: mj.cross_attention(
-        m,
-        c,
-        *given.memory,
-        given.block.attention,
-        num_heads=2,
-        order=given.order,
-        mask=given.memory_mask,
+        m, c, *given.memory, given.block.attention, num_heads=2, mask=given.memory_mask
     ),
 }
 """Functions of mean (T, D), covariance and `Given`."""

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax.covariance.fields import Shape, by_shapes, no_such, rebuilt, sequence_shape
+from moment_jax.covariance.fields import Shape, by_shapes, need, no_such, rebuilt, sequence_shape
 from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt, vector_cov
 from moment_jax.xla import diagonal_matrix
 
@@ -152,14 +152,6 @@ class Covariance(abc.ABC):
         for name in ("to_dense", "token_blocks", "token_gram"):
             if name in vars(cls):
                 setattr(cls, name, over_batch(vars(cls)[name]))
-        needed = "project", "to_dense"
-        missing = [k for k in needed if getattr(getattr(cls, k), "__isabstractmethod__", False)]
-        if missing:
-            raise TypeError(
-                "A covariance structure needs a classmethod `project(cls, dense)` of a (T, D, T, D) "
-                "array, and `to_dense(self)`, which returns one. Got "
-                f"{cls.__name__} without `{'`, `'.join(missing)}`. Define them."
-            )
 
     # -- what a structure defines -----------------------------------------------------------------
 
@@ -220,12 +212,10 @@ class Covariance(abc.ABC):
     def sd(self) -> Array:
         """The standard deviation of each entry, (..., T, D), of single tokens for one example alone."""
         variance = self.variance()
-        if variance.ndim > 2 and variance.shape[-2] == 1:
-            raise ValueError(
-                "`cov.sd()` has the shape of a sequence for each example, which a mean without tokens "
-                f"would silently broadcast with. Got {variance.shape}. Use moments.sd of moments = "
-                "model(x), or jnp.sqrt(cov.variance()[..., 0, :])."
-            )
+        right, shape = variance.ndim == 2 or variance.shape[-2] > 1, variance.shape
+        rule = "more than one token in a batch: else a mean without tokens would broadcast with it"
+        mend = "Use moments.sd of moments = model(x), or jnp.sqrt(cov.variance()[..., 0, :])."
+        need("cov.sd()", right, rule, shape, mend)
         return safe_sqrt(variance)
 
     def token_blocks(self) -> Array:
@@ -253,8 +243,7 @@ class Covariance(abc.ABC):
     def pooled(self, pool: Array) -> Self:
         """The same covariance, what it holds of a sum over tokens from now on that of sum_t pool_t x_t.
 
-        Tokens of weight zero (padding, or later ones) then have no influence on the others. ValueError
-        if there is not one weight for each token.
+        Tokens of weight zero (padding, or later ones) then have no influence on the others.
         """
         return self
 
@@ -291,9 +280,9 @@ class Covariance(abc.ABC):
         half = Cross(self.to_dense()).entries(places)
         return self.project(half.T.entries(places).cov)
 
-    def add(self, *others: Self) -> Self:
-        """Covariance of the sum of independent arrays."""
-        return self.projected(sum((other.to_dense() for other in others), self.to_dense()))
+    def add(self, other: Self) -> Self:
+        """Covariance of the sum of two independent arrays."""
+        return self.projected(self.to_dense() + other.to_dense())
 
     # -- random parameters and nonlinearities -------------------------------------------------------
 

@@ -170,8 +170,8 @@ class Diagonal(Covariance):
     def entries(self, places: np.ndarray) -> Self:
         return self.unchecked(jnp.where(places < 0, 0, self.variances.ravel()[places]))
 
-    def add(self, *others: Self) -> Self:
-        return self.unchecked(sum((other.variances for other in others), self.variances))
+    def add(self, other: Self) -> Self:
+        return self.unchecked(self.variances + other.variances)
 
     def weight_noise(self, mean: Array, weights: RandomKernel) -> Self:
         return self.unchecked(weights.noise_variance(mean, self.variances))

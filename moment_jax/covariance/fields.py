@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -24,8 +23,7 @@ def register_fields(cls: type[T]) -> type[T]:
 
     `jax.tree_util.register_dataclass` would call the constructor, whose shape checks fail in legitimate
     transformations: `jacfwd` and `hessian` append axes, `vmap(out_axes=1)` inserts one, and factored
-    optimisers summarise each array. Its repr shows shapes alone. The library's own classes can appear in
-    functions saved with `jax.export`; a user's may be defined again under the same name, and cannot.
+    optimisers summarise each array. Its repr shows shapes alone.
     """
     shown: Any = cls
     shown.__repr__, shown.__getattr__ = by_shapes, no_such
@@ -35,10 +33,6 @@ def register_fields(cls: type[T]) -> type[T]:
         return [(key, getattr(instance, key.name)) for key in keys], None
 
     jax.tree_util.register_pytree_with_keys(cls, flatten, lambda _, leaves: rebuilt(cls, leaves))
-    if cls.__module__.startswith("moment_jax."):
-        none: Any = {"serialize_auxdata": lambda _: b"", "deserialize_auxdata": lambda _: None}
-        name = f"moment_jax.{cls.__name__}"
-        export.register_pytree_node_serialization(cls, serialized_name=name, **none)
     return cls
 
 

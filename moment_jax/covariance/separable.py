@@ -209,9 +209,6 @@ class Separable(Covariance):
     def pooled(self, pool: Array) -> Self:
         if pool is self.pool:
             return self
-        rule, came = f"one weight for each of {len(self.pool)} tokens", f"the shape {pool.shape}"
-        right, mend = pool.shape == self.pool.shape, "For equal weights, use jnp.ones."
-        fields.need("Separable.pooled", right, rule, came, mend)
         pool = pool.astype(self.dtype)
         total = tg.vecmat(pool, self.tokens) @ pool
         return self.unchecked(self.variances, self.tokens, self._features_of(pool, total), pool)
@@ -299,10 +296,12 @@ class Separable(Covariance):
         features = jnp.einsum("tio,tip->op", mapped, jnp.einsum("ts,sip->tip", pairs, kernels))
         return self.unchecked(nonnegative(own), tokens, features, self.pool)
 
-    def add(self, *others: Self) -> Self:
-        every = [self, *(other.pooled(self.pool) for other in others)]
-        statistics = zip(*((o.variances, o.tokens, o.features) for o in every), strict=True)
-        return self.unchecked(*(sum(parts[1:], parts[0]) for parts in statistics), self.pool)
+    def add(self, other: Self) -> Self:
+        tokens, features = (
+            self.tokens + other.tokens,
+            self.features + other.pooled(self.pool).features,
+        )
+        return self.unchecked(self.variances + other.variances, tokens, features, self.pool)
 
     def weight_noise(self, mean: Array, weights: RandomKernel) -> Self:
         metric, pooled = weights.input_metric(), numerics.weighted_sum(self.pool, mean)

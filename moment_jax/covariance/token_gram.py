@@ -18,7 +18,7 @@ from jax import Array
 
 from moment_jax import xla
 from moment_jax.covariance import numerics
-from moment_jax.covariance.fields import check_fields, need, register_fields
+from moment_jax.covariance.fields import need, register_fields
 from moment_jax.covariance.numerics import nonnegative, safe_divide, safe_sqrt
 from moment_jax.linalg import dot, ridge_inverse
 
@@ -38,11 +38,6 @@ class TokenGram:
 
     columns: Array  # G at the landmarks, (T, r)
     diagonal: Array  # (T,)
-
-    def __post_init__(self) -> None:
-        fix = "For a matrix G, use G[:, places] and its diagonal."
-        call = "TokenGram(columns, diagonal)"
-        check_fields(call, fix, lambda shape: [shape[:-1]], self.columns, self.diagonal)
 
     @property
     def places(self) -> np.ndarray:

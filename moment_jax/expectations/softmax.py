@@ -28,7 +28,7 @@ class SoftmaxExpansion(NamedTuple):
     rest: Array  # the second term, positive semidefinite, (C, C)
 
 
-def softmax_expansion(mean: Array, cov: Array, mask: Array | None = None) -> SoftmaxExpansion:
+def softmax_expansion(mean: Array, cov: Array) -> SoftmaxExpansion:
     """Mean and covariance of softmax(s) for one row of scores s ~ N(mean, cov), term by term.
 
     The mean is `expected_softmax` with two iterations, whose errors are stated there; to first order in
@@ -42,14 +42,19 @@ def softmax_expansion(mean: Array, cov: Array, mask: Array | None = None) -> Sof
     single entries is 0.78 to 1.06 of the sampled one at score sd 1, and 0.36 to 1.24 at 3.
 
     Args:
-      mean: E[s], (C,). Entries of -inf count as masked.
+      mean: E[s], (C,). Entries of -inf are masked: their probability is exactly 0.
       cov: Cov[s], (C, C), symmetric positive semidefinite, or (C,) for independent scores.
-      mask: boolean (C,), False for excluded entries, whose probability is exactly 0.
 
     q sums to 1 (0 if every entry is masked), rows of X and the rest to 0. ValueError if shapes do not
     fit. Source: Transformer derivation, Prop. 3; Brownian motion in the Transformer, Eq. 7 (Ito's term).
     """
-    mean, cov, keep = _checked_row("softmax_expansion", mean, cov, mask)
+    mean, cov = jnp.asarray(mean), jnp.asarray(cov)
+    right = mean.ndim == 1 and cov.shape in (mean.shape, mean.shape * 2)
+    rule, came = "one row, (C,), and cov (C, C) or (C,)", f"{mean.shape} and {cov.shape}"
+    need("softmax_expansion", right, rule, came, "For a batch, use jax.vmap(softmax_expansion).")
+    keep = mean != -jnp.inf  # NaN passes through
+    cov = diagonal_matrix(cov) if cov.ndim == 1 else cov
+    cov = jnp.where(keep[:, None] & keep[None, :], cov, 0.0)
     q = expected_softmax(jnp.where(keep, mean, 0.0), Rows(cov), keep, num_iterations=2)
     J, X = softmax_jacobian(q), expected_softmax_jacobian(q, cov)
     second = _hessian_term(q, cov, J)
@@ -85,7 +90,8 @@ def softmax_jacobian(probabilities: Array) -> Array:
     return diagonal_matrix(w) - w[:, None] * w[None, :]
 
 
-def expected_softmax_jacobian(probabilities: Array, cov: Array) -> Array:
+@jax.custom_jvp
+def expected_softmax_jacobian(q: Array, cov: Array) -> Array:
     """E[diag(w) - w w^T] for a softmax w of mean q, taking Cov[w] = X cov X with X this expectation.
 
     E[w w^T] = q q^T + Cov[w], so X solves the Riccati equation X + X cov X = J, J = diag(q) - q q^T. It
@@ -94,26 +100,20 @@ def expected_softmax_jacobian(probabilities: Array, cov: Array) -> Array:
     (C, C) products each, to an error of 2e-5 (float32) or 4e-11 (float64), or for 24 steps: a residual
     below 1e-3 for 16 or 64 scores of sd up to 5. The derivative is that of the exact solution.
 
-    Of q = E[w], (C,), and a covariance of the scores, (C, C), or (C,) for independent ones, else
-    ValueError, X is (C, C): symmetric, rows sum to 0, and 0 wherever q is 0.
+    Of q = E[w], (C,), and a covariance of the scores, (C, C), X is (C, C): symmetric, rows sum to 0, and
+    0 wherever q is 0.
     """
-    q, cov, _ = _checked_row("expected_softmax_jacobian", probabilities, cov, None)
-    return _expected(q, cov)
-
-
-@jax.custom_jvp
-def _expected(q: Array, cov: Array) -> Array:
     J, stiffness = softmax_jacobian(q), _stiffness(q, cov)
     X = 2.0 / (1.0 + stiffness) * J
     X = _heavy_ball(lambda X: J - X - X @ cov @ X, X, stiffness, J)
     return 0.5 * (X + X.T)
 
 
-@_expected.defjvp
+@expected_softmax_jacobian.defjvp
 def _expected_jvp(primals: Pair, tangents: Pair) -> Pair:
     """Solve dX + dX R X + X R dX = dJ - X dR X."""
     (q, cov), (dq, dcov) = primals, tangents
-    X = _expected(q, cov)
+    X = expected_softmax_jacobian(q, cov)
     XR = X @ cov
     dcov = materialized(dcov)  # a constant's zeros would be a broadcast right operand
     dqq = dq[:, None] * q[None, :]
@@ -160,20 +160,3 @@ def _between_contrasts(cov: Array, q: Array) -> Array:
     """(e_i - q)^T cov (e_k - q), for a symmetric cov."""
     Rq = cov @ q
     return cov - Rq[:, None] - Rq[None, :] + jnp.vdot(q, Rq)
-
-
-def _checked_row(
-    name: str, mean: Array, cov: Array, mask: Array | None
-) -> tuple[Array, Array, Array]:
-    """The checked mean, -inf where masked, covariance, 0 there, and the mask of unmasked entries."""
-    mean, cov = jnp.asarray(mean), jnp.asarray(cov)
-    right = mean.ndim == 1 and cov.shape in (mean.shape, mean.shape * 2)
-    rule, came = "one row, (C,), and cov (C, C) or (C,)", f"{mean.shape} and {cov.shape}"
-    need(name, right, rule, came, f"For a batch, use jax.vmap({name}).")
-    keep = mean != -jnp.inf  # NaN passes through
-    if mask is not None:
-        right, came = mask.shape == mean.shape and mask.dtype == bool, f"{mask.dtype} {mask.shape}"
-        need(name, right, f"a boolean mask of shape {mean.shape}", came, "Use mask.astype(bool).")
-        keep = keep & mask
-    cov, both = diagonal_matrix(cov) if cov.ndim == 1 else cov, keep[:, None] & keep[None, :]
-    return jnp.where(keep, mean, -jnp.inf), jnp.where(both, cov, 0.0), keep

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax import Array
 
@@ -27,19 +27,10 @@ Branch = Callable[[Array, Any], tuple[Array, Any, Carry]]
 """A sublayer: (mean, cov) -> (mean, cov, carry), see `rules`."""
 
 
-class Normalization(NamedTuple):
-    """Settings of a sublayer's normalisation: see `encoder_block`."""
-
-    first: bool
-    epsilon: float
-    order: int = 2
-
-
 @materialized_inputs
 def encoder_block(
     mean: Array, cov: S, params: EncoderBlockParams, *, num_heads: int, norm_first: bool = False,
     activation: Activation = "relu", mask: Array | None = None, epsilon: float = 1e-6,
-    order: int = 2,
 ) -> tuple[Array, S]:  # fmt: skip
     """Moments of one Transformer encoder block.
 
@@ -48,7 +39,7 @@ def encoder_block(
     between a residual stream and its branch is kept as far as the structure can. Assumes that x and the
     parameters of all sublayers are mutually independent. Source: Transformer derivation, section 4.
 
-    Args (mean, cov, `num_heads`, `mask`, `order`, results and errors are those of `attention`):
+    Args (mean, cov, `num_heads`, `mask`, results and errors are those of `attention`):
       params: beliefs about the parameters.
       norm_first: False for post-norm, True for pre-norm.
       activation: "relu", "gelu", or a JAX function of a scalar, such as `jnp.tanh`.
@@ -56,12 +47,10 @@ def encoder_block(
     """
     check_moments("encoder_block", mean, cov)
     cov = cov.seen_by(mask)
-    norm = Normalization(norm_first, epsilon, order)
-    heads = partial(attention_with_carry, num_heads=num_heads, order=order)
-    attend = partial(heads, params=params.attention, mask=mask)
+    attend = partial(attention_with_carry, params=params.attention, num_heads=num_heads, mask=mask)
     transform = partial(feed_forward_with_carry, params=params.feed_forward, activation=activation)
-    mean, cov = sublayer(mean, cov, attend, params.norm1, norm)
-    return sublayer(mean, cov, transform, params.norm2, norm)
+    mean, cov = sublayer(mean, cov, attend, params.norm1, norm_first, epsilon)
+    return sublayer(mean, cov, transform, params.norm2, norm_first, epsilon)
 
 
 @materialized_inputs
@@ -69,7 +58,6 @@ def decoder_block(
     mean: Array, cov: S, memory_mean: Array, memory_cov: S, params: DecoderBlockParams, *,
     num_heads: int, norm_first: bool = False, activation: Activation = "relu",
     mask: Array | None = None, memory_mask: Array | None = None, epsilon: float = 1e-6,
-    order: int = 2,
 ) -> tuple[Array, S]:  # fmt: skip
     """Moments of one Transformer decoder block: self-attention, cross-attention, feed-forward.
 
@@ -83,24 +71,23 @@ def decoder_block(
     check_moments("decoder_block", mean, cov)
     cov = cov.seen_by(mask)
     memory = memory_mean, memory_cov.seen_by(memory_mask, memory=True)
-    norm = Normalization(norm_first, epsilon, order)
-    heads = partial(attention_with_carry, num_heads=num_heads, order=order)
+    heads = partial(attention_with_carry, num_heads=num_heads)
     attend = partial(heads, params=params.self_attention, mask=mask)
     look = partial(heads, params=params.cross_attention, mask=memory_mask, memory=memory)
     transform = partial(feed_forward_with_carry, params=params.feed_forward, activation=activation)
-    mean, cov = sublayer(mean, cov, attend, params.norm1, norm)
-    mean, cov = sublayer(mean, cov, look, params.norm2, norm)
-    return sublayer(mean, cov, transform, params.norm3, norm)
+    mean, cov = sublayer(mean, cov, attend, params.norm1, norm_first, epsilon)
+    mean, cov = sublayer(mean, cov, look, params.norm2, norm_first, epsilon)
+    return sublayer(mean, cov, transform, params.norm3, norm_first, epsilon)
 
 
 def sublayer(
-    mean: Array, cov: S, branch: Branch, params: NormParams, norm: Normalization
+    mean: Array, cov: S, branch: Branch, params: NormParams, norm_first: bool, epsilon: float
 ) -> tuple[Array, S]:
     """X + branch(norm(x)), or norm(x + branch(x)), with the covariance of x and its own branch."""
-    if not norm.first:
+    if not norm_first:
         out, out_cov, carry = branch(mean, cov)
         mean, cov = mean + out, cov.add_branch(out_cov, carry(cov.with_itself()))
-        return layer_norm(mean, cov, params, epsilon=norm.epsilon, order=norm.order)
-    inner, inner_cov, normed = norm_with_carry(mean, cov, params, norm.epsilon, norm.order)
+        return layer_norm(mean, cov, params, epsilon=epsilon)
+    inner, inner_cov, normed = norm_with_carry(mean, cov, params, epsilon)
     out, out_cov, carry = branch(inner, inner_cov)
     return mean + out, cov.add_branch(out_cov, carry(normed(cov.with_itself())))

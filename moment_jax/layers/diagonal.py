@@ -8,7 +8,6 @@ from jax import Array
 
 from moment_jax.covariance import Diagonal
 from moment_jax.covariance.numerics import nonnegative, safe_divide
-from moment_jax.expectations import masked_softmax
 from moment_jax.expectations.activations import Formula
 from moment_jax.expectations.softmax_mean import quick_expected_softmax
 from moment_jax.layers import rules
@@ -19,7 +18,7 @@ from moment_jax.xla import diagonal_matrix, diagonal_of, materialized
 
 
 def norm(
-    mean: Array, cov: Diagonal, *, epsilon: Array | float, order: int, centres: bool
+    mean: Array, cov: Diagonal, *, epsilon: Array | float, centres: bool
 ) -> tuple[Array, Diagonal, Carry]:
     """The rule of `layer_norm` and `rms_norm`: see there."""
     variance, d = cov.variances, mean.shape[1]
@@ -28,14 +27,11 @@ def norm(
         return jnp.mean(array, axis=1, keepdims=True)
 
     noise = average(variance)
-    spread = noise * (1 - centres / d) if order == 2 else 0
-    normal, inverse = rules.normalized(mean, spread, epsilon, centres)
+    normal, inverse = rules.normalized(mean, noise * (1 - centres / d), epsilon, centres)
     linked = variance * normal
     pulled = linked - average(linked) if centres else linked
-    out = normal
-    if order == 2:
-        squares = (d - 2 * centres) * average(variance**2) + centres * noise**2
-        out = rules.normalized_mean(normal, inverse, pulled, average(normal * linked), squares)
+    squares = (d - 2 * centres) * average(variance**2) + centres * noise**2
+    out = rules.normalized_mean(normal, inverse, pulled, average(normal * linked), squares)
     # The diagonal of J diag(v) J^T, J = (P - n n^T / D) / sqrt(q): a sum of squares, up to rounding.
     kept = (1 - 2 * (centres + normal**2) / d) * variance
     gained = normal**2 * average(normal * linked)
@@ -74,7 +70,7 @@ def attention(
     attending: Attending,
 ) -> tuple[Array, Diagonal, Carry]:  # fmt: skip
     """The rule of `attention` and `cross_attention`: see there."""
-    h, mask, order, turns, *_ = attending
+    h, mask, turns, *_ = attending
     source, source_cov = (mean, cov) if memory is None else memory
 
     def part(x: Array, cov: Diagonal, p: DenseParams, turn: Array | None) -> tuple[Array, Array]:
@@ -84,14 +80,14 @@ def attention(
 
     linked = None  # sum_d Cov[q_ad, k_ad] of a token with itself, (H, T)
     kernels = [rules.split_heads(p.kernel.mean, h) for p in (params.query, params.key)]
-    if memory is None and order == 2:
+    if memory is None:
         linked = jnp.sum(kernels[0] * kernels[1], axis=2) @ cov.variances.T
     q = part(mean, cov, params.query, turns[0])
     k = part(source, source_cov, params.key, turns[1])
     noise = [each.score_variance() for each in attending.noise]
     v = part(source, source_cov, params.value, None)
     heads = *q, *k, *v, linked, mask, attending.scale, attending.bias, noise
-    one_head = partial(_head, order=order, cap=attending.cap)
+    one_head = partial(_head, cap=attending.cap)
     num_scores = h * len(mean) * len(source)
     out, variance, own = rules.each_head(one_head, heads, num_scores)
     out, variance = rules.merge_heads(out), rules.merge_heads(variance)
@@ -112,7 +108,7 @@ def attention(
     return out, out_cov, carry
 
 
-def _head(head: Any, order: int, cap: Formula | None) -> tuple[Array, Array, Array]:
+def _head(head: Any, cap: Formula | None) -> tuple[Array, Array, Array]:
     """Mean and variance (T, K) of one head's averages, and each query's weight on its own token."""
     q, q_variance, k, k_variance, v, v_variance, linked, mask, scale, bias, noise = head
     width = q.shape[1]
@@ -128,9 +124,7 @@ def _head(head: Any, order: int, cap: Formula | None) -> tuple[Array, Array, Arr
         rows = _Rows(slope**2 * own, by_query, k, slope)
     rows = rows._replace(own=sum(noise, start=rows.own))
     own = rows.variance()
-    plain = order == 1
-    weights = masked_softmax(scores, mask) if plain else quick_expected_softmax(scores, rows, mask)
-    weights = materialized(weights)
+    weights = materialized(quick_expected_softmax(scores, rows, mask))
     mean = weights @ v
     squared = weights**2
     noisy = squared * own
@@ -138,11 +132,11 @@ def _head(head: Any, order: int, cap: Formula | None) -> tuple[Array, Array, Arr
     by_values = squared @ v_variance
     one = jnp.sum(noisy, axis=1, keepdims=True)
     by_scores = nonnegative(noisy @ second - 2 * mean * (noisy @ v) + mean**2 * one)
-    if order == 2:  # law of total variance: the softmax keeps a part of its Jacobian
-        total = jnp.sum(by_scores, axis=1, keepdims=True)
-        whole = weights @ jnp.sum(second, axis=1, keepdims=True)
-        averaged = jnp.sum(mean**2 + by_values, axis=1, keepdims=True)
-        gain, left = rules.kept_jacobian(total, whole, averaged)
-        by_scores = by_scores * safe_divide(jnp.minimum(gain**2 * total, left), total)
+    # The law of total variance: the softmax keeps a part of its Jacobian.
+    total = jnp.sum(by_scores, axis=1, keepdims=True)
+    whole = weights @ jnp.sum(second, axis=1, keepdims=True)
+    averaged = jnp.sum(mean**2 + by_values, axis=1, keepdims=True)
+    gain, left = rules.kept_jacobian(total, whole, averaged)
+    by_scores = by_scores * safe_divide(jnp.minimum(gain**2 * total, left), total)
     own_weights = diagonal_of(weights) if len(weights) == weights.shape[1] else mean[:, 0]
     return mean, by_values + by_scores, own_weights

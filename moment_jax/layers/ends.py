@@ -1,4 +1,4 @@
-"""The two ends of a network: embeddings of tokens; their mean, and softmax (Prop. 3)."""
+"""The two ends of a network: embeddings of tokens, and softmax (Prop. 3)."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ from jax import Array
 
 from moment_jax.covariance import Covariance
 from moment_jax.covariance.fields import known_values, need
-from moment_jax.expectations import masked_softmax, softmax_expansion, softmax_jacobian
+from moment_jax.expectations import softmax_expansion
 from moment_jax.layers import params as checks
 from moment_jax.layers.params import S
 from moment_jax.posterior import Point, Posterior
@@ -67,44 +67,22 @@ def embedding(
 
 
 @materialized_inputs
-def mean_pool(mean: Array, cov: S, mask: Array | None = None) -> tuple[Array, S]:
-    """Moments of the mean over tokens, (1, D): a sequence of one token.
-
-    Exact, given what the structure holds of the tokens' covariance. `mask` is (T,) boolean, True for the
-    tokens to average; None for all. The rest is as in `dense`.
-    """
-    checks.check_moments("mean_pool", mean, cov)
-    checks.check_mask("mean_pool", "True for tokens to use", mask, mean.shape[:1])
-    weights = jnp.ones(len(mean), bool) if mask is None else mask
-    weights = weights[None].astype(mean.dtype)
-    weights = weights / jnp.maximum(jnp.sum(weights), 1)
-    return weights @ mean, cov.map_tokens(weights)
-
-
-@materialized_inputs
-def softmax(mean: Array, cov: S, *, order: int = 2, mask: Array | None = None) -> tuple[Array, S]:
+def softmax(mean: Array, cov: S) -> tuple[Array, S]:
     """Moments of the softmax over the last axis, row by row.
 
-    With order 1 the mean is w = softmax(E[x]), and covariances, including those between rows, pass
-    through the Jacobians diag(w_t) - w_t w_t^T. With order 2 mean and variances are those of
-    `expectations.softmax_expansion`, and covariances pass through the smaller expected Jacobians. The
-    errors are stated there; for 8 independent logits the total variance is 0.99, 1.02, 1.08 and 1.27 of
-    the sampled one at a logit sd of 1, 2, 3 and 10. The cost is that of (C, C) matrices per token.
+    Mean and variances are those of `expectations.softmax_expansion`, and covariances, including those
+    between rows, pass through the expected Jacobians, which are smaller than diag(w_t) - w_t w_t^T at
+    the mean weights. The errors are stated there; for 8 independent logits the total variance is 0.99,
+    1.02, 1.08 and 1.27 of the sampled one at a logit sd of 1, 2, 3 and 10. The cost is that of (C, C)
+    matrices per token.
 
-    Assumes that x is Gaussian (order 2). Source: Transformer derivation, Prop. 3 and Eq. 10, 11;
+    Assumes that x is Gaussian. Source: Transformer derivation, Prop. 3 and Eq. 10, 11;
     Brownian motion in the Transformer, Eq. 7 (the second-order term).
 
-    Args (mean, cov, (T, C), results and errors are those of `dense`):
-      order: 1 or 2.
-      mask: (T, C) boolean, True where a weight may be positive; None for no mask. Masked weights are
-        exactly zero, and so is a fully masked row; the others of a row sum to one in the mean.
+    Arguments, (T, C), results and errors are those of `dense`. Entries of -inf in the mean are masked:
+    their weights are exactly zero, and so is a fully masked row.
     """
     checks.check_moments("softmax", mean, cov)
-    checks.check_order("softmax", order)
-    checks.check_mask("softmax", "True for entries to use", mask, mean.shape)
-    if order == 1:
-        weights = masked_softmax(mean, mask)
-        return weights, cov.map_each(jax.vmap(softmax_jacobian)(weights))
-    rows = jax.vmap(softmax_expansion)(mean, cov.token_blocks(), mask)
+    rows = jax.vmap(softmax_expansion)(mean, cov.token_blocks())
     passed = cov.map_each(rows.jacobian)
     return rows.mean, passed.add(type(cov).independent(diagonal_of(rows.rest)))

@@ -14,7 +14,7 @@ from jax import Array
 from moment_jax.covariance import Full
 from moment_jax.covariance.base import Cross
 from moment_jax.covariance.numerics import nonnegative
-from moment_jax.expectations import expected_softmax, masked_softmax
+from moment_jax.expectations import expected_softmax
 from moment_jax.expectations.softmax_mean import Rows
 from moment_jax.layers import rules
 from moment_jax.layers.dense import dense
@@ -24,20 +24,18 @@ from moment_jax.xla import diagonal_of, materialized
 
 
 def norm(
-    mean: Array, cov: Full, *, epsilon: Array | float, order: int, centres: bool
+    mean: Array, cov: Full, *, epsilon: Array | float, centres: bool
 ) -> tuple[Array, Full, Carry]:
     """The rule of `layer_norm` and `rms_norm`: see there."""
     d = mean.shape[1]
     centring = jnp.eye(d, dtype=mean.dtype) - centres / d
     blocks = centring @ cov.token_blocks() @ centring
-    spread = nonnegative(jnp.einsum("tdd->t", blocks))[:, None] / d if order == 2 else 0
+    spread = nonnegative(jnp.einsum("tdd->t", blocks))[:, None] / d
     normal, inverse = rules.normalized(mean, spread, epsilon, centres)
-    out = normal
-    if order == 2:
-        pulled = jnp.einsum("tde,te->td", blocks, normal)
-        squares = jnp.sum(blocks**2, axis=(1, 2))[:, None]
-        along = jnp.sum(normal * pulled, axis=1, keepdims=True) / d
-        out = rules.normalized_mean(normal, inverse, pulled, along, squares)
+    pulled = jnp.einsum("tde,te->td", blocks, normal)
+    squares = jnp.sum(blocks**2, axis=(1, 2))[:, None]
+    along = jnp.sum(normal * pulled, axis=1, keepdims=True) / d
+    out = rules.normalized_mean(normal, inverse, pulled, along, squares)
     jacobian = centring[None] - normal[:, :, None] * normal[:, None, :] / d
     jacobian = jacobian * inverse[:, :, None]
     return out, cov.map_each(jacobian), lambda cross: cross.map_each(jacobian)
@@ -56,7 +54,7 @@ def attention(
         Cov[a_ad, a_be] = (J R J)_acbf E[v_cd v_fe] + W_ac W_bf VV_cdfe
                           + X_acfe X_bfcd + v_cd W_bf X_acfe + W_ac v_fe X_bfcd.
     """
-    h, mask, order, turns = attending[:4]
+    h, mask, turns = attending[:3]
     own = memory is None
     source = (mean, cov) if memory is None else memory
     of_query, of_key, of_value = params.query, params.key, params.value
@@ -74,12 +72,9 @@ def attention(
     VV, KV = joint(2, 2), joint(1, 2)
     QK, QV = (joint(0, 1), joint(0, 2)) if own else (None, None)
     S, R, slope = _scores(q, k, _score_cov(q, k, joint(0, 0), joint(1, 1), QK), QK, attending)
-    if order == 1:
-        W = masked_softmax(S, mask)
-    else:
-        rows = jnp.einsum("hachaf->hacf", R)
-        half = 0.5 * diagonal_of(rows)  # softmax sees contrasts alone
-        W = expected_softmax(S, Rows(rows - half[..., :, None] - half[..., None, :]), mask)
+    rows = jnp.einsum("hachaf->hacf", R)
+    half = 0.5 * diagonal_of(rows)  # softmax sees contrasts alone
+    W = expected_softmax(S, Rows(rows - half[..., :, None] - half[..., None, :]), mask)
     W = materialized(W)
     a = W @ v
 
@@ -91,13 +86,13 @@ def attention(
     vv = VV + jnp.einsum("hcd,gfe->hcdgfe", v, v)
     by_scores = jnp.einsum("hacgbf,hcdgfe->hadgbe", JRJ, vv)
     by_values = jnp.einsum("hac,gbf,hcdgfe->hadgbe", W, W, VV)
-    if order == 2:  # law of total variance: the softmax keeps a part of its Jacobian
-        whole = jnp.einsum("hac,hcdhcd->ha", W, vv)
-        averaged = jnp.einsum("hadhad->ha", by_values) + jnp.sum(a**2, axis=2)
-        gain, _ = rules.kept_jacobian(jnp.einsum("hadhad->ha", by_scores), whole, averaged)
-        gain = gain[:, :, None]
-        by_scores, X, slope = _both_times(gain, by_scores), _rows_times(gain, X), gain * slope
-        a = a + jnp.einsum("hachcd->had", X)
+    # The law of total variance: the softmax keeps a part of its Jacobian.
+    whole = jnp.einsum("hac,hcdhcd->ha", W, vv)
+    averaged = jnp.einsum("hadhad->ha", by_values) + jnp.sum(a**2, axis=2)
+    gain, _ = rules.kept_jacobian(jnp.einsum("hadhad->ha", by_scores), whole, averaged)
+    gain = gain[:, :, None]
+    by_scores, X, slope = _both_times(gain, by_scores), _rows_times(gain, X), gain * slope
+    a = a + jnp.einsum("hachcd->had", X)
     half = jnp.einsum("hcd,gbf,hacgfe->hadgbe", v, W, X)
     C = by_scores + by_values + jnp.einsum("hacgfe,gbfhcd->hadgbe", X, X) + half + _transpose(half)
     size = len(mean), of_value.kernel.shape[1]
@@ -145,7 +140,7 @@ def _scores(
     """Mean and covariance of the scores, and their slope by q k^T, whose covariance is R."""
     root = jnp.full((1, 1, 1), q.shape[2] ** -0.5, q.dtype)
     S = jnp.einsum("had,hcd->hac", q, k)
-    if attending.order == 2 and QK is not None:
+    if QK is not None:
         S = S + jnp.einsum("hadhcd->hac", QK)
     S, slope = rules.shaped(
         materialized(root * S), lambda: root**2 * nonnegative(jnp.einsum("hachac->hac", R)),

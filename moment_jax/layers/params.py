@@ -139,12 +139,6 @@ def check_belief(name: str, what: str, size: int, belief: Any) -> None:
     need(name, right, f"a {what} of shape ({size}, {'out' * kernel})", belief.shape, mend)
 
 
-def check_order(name: str, order: int) -> None:
-    """Raise unless `order` is 1 or 2."""
-    rule = "order=1 (first-order Taylor, as derived) or order=2 (to second order in the mean)"
-    need(name, order in (1, 2), rule, f"order={order!r}", "Use order=2.")
-
-
 def check_heads(name: str, num_heads: Any, widths: list[int]) -> None:
     """Raise unless query, key and value have one width that `num_heads` divides."""
     whole = hasattr(num_heads, "__index__") and num_heads >= 1

@@ -50,7 +50,6 @@ class Attending(NamedTuple):
 
     num_heads: int
     mask: Array | None  # (H, T, S) boolean, True where a query may look
-    order: int
     turns: tuple[Array | None, Array | None] = (None, None)
     """Rotary positions: (T, K, K) matrices that multiply each query, and each key."""
     scale: Array | None = None
@@ -64,7 +63,7 @@ class Rules(NamedTuple):
     """How the layers of one structure compute."""
 
     norm: Callable[..., tuple[Array, Any, Carry]]
-    """(mean, cov, *, epsilon, order, centres)."""
+    """(mean, cov, *, epsilon, centres)."""
     attention: Callable[..., tuple[Array, Any, Carry]]
     """(mean, cov, memory, params, attending); memory is None, or a pair (mean, cov)."""
     feed_forward: Callable[..., tuple[Array, Any, Carry]] | None = None

@@ -14,7 +14,7 @@ from moment_jax.xla import diagonal_matrix, diagonal_of
 
 
 def norm(
-    mean: Array, cov: Separable, *, epsilon: Array | float, order: int, centres: bool
+    mean: Array, cov: Separable, *, epsilon: Array | float, centres: bool
 ) -> tuple[Array, Separable, Carry]:
     """The rule of `layer_norm` and `rms_norm`: see there.
 
@@ -33,14 +33,12 @@ def norm(
         lost = average - 0.5 * jnp.mean(average)
         PCP, own = C - lost[:, None] - lost[None, :], c - 2 * lost
     size = jnp.sum(own)
-    n, r = normalized(mean, e * size / d if order == 2 else 0, epsilon, centres)
+    n, r = normalized(mean, e * size / d, epsilon, centres)
     nC = nCP = n @ C
     if centres:
         nCP = nCP - jnp.mean(nCP, axis=1, keepdims=True)
     nCn = jnp.sum(n * nCP, axis=1, keepdims=True) / d
-    out = n
-    if order == 2:
-        out = normalized_mean(n, r, e * nCP, e * nCn, e**2 * jnp.sum(PCP**2))
+    out = normalized_mean(n, r, e * nCP, e * nCn, e**2 * jnp.sum(PCP**2))
 
     # Variances. What is lost is a factor, which keeps the result positive; what is gained is added.
     after = own[None] + n * (n * nCn - 2 * nCP) / d

@@ -103,7 +103,7 @@ def attention(
     attending: Attending,
 ) -> tuple[Array, Separable, Carry]:  # fmt: skip
     """The rule of `attention` and `cross_attention`: see there."""
-    h, order, pool = attending.num_heads, attending.order, cov.pool
+    h, pool = attending.num_heads, cov.pool
     value, output = params.value.kernel.mean, params.output.kernel.mean
     source, source_cov = (mean, cov) if memory is None else memory
     drawn = source_cov.features @ value
@@ -113,7 +113,7 @@ def attention(
     # At landmarks what cancels is approximated, and bfloat16 would not cancel.
     exact = any(isinstance(c.tokens, tg.TokenGram) for c in (cov, source_cov))
     with jax.default_matmul_precision("highest") if exact else contextlib.nullcontext():
-        one_head = partial(_one_head, sequence=sequence, order=order, cap=attending.cap)
+        one_head = partial(_one_head, sequence=sequence, cap=attending.cap)
         out = rules.each_head(one_head, head, h * len(mean) * len(source))
 
     # G: each head's own, the output kernel's noise, and what pairs of heads share. All heads average the
@@ -187,7 +187,7 @@ def _heads(
     sequence: _Sequence, drawn: Array, common: Array,
 ) -> _Head:  # fmt: skip
     """The projections of all heads, and the matrices in which they meet."""
-    h, mask, _, turns, scale, bias, noise, _ = attending
+    h, mask, turns, scale, bias, noise, _ = attending
     source, source_cov = (mean, cov) if memory is None else memory
     C, output = source_cov.features, params.output.kernel
     keys = diagonal_of(C)
@@ -267,12 +267,12 @@ def _through_values(
 # -- one head, in the letters of the formulas above ------------------------------------------------
 
 
-def _one_head(head: _Head, sequence: _Sequence, order: int, cap: Formula | None) -> _Output:
+def _one_head(head: _Head, sequence: _Sequence, cap: Formula | None) -> _Output:
     """One head: its averages of the values, and what its noise adds to G and to C."""
     q, k, value, M = head.query, head.key, head.value, head.metric
     p, root = sequence.pool, q.mean.shape[1] ** 0.5
     S = q.mean @ k.mean.T
-    if order == 2 and sequence.own is not None:
+    if sequence.own is not None:
         S = S + sequence.own * head.linked
     variance = partial(_score_variance, head, sequence)
     S, z = rules.shaped(materialized(S / root), variance, head.scale, head.bias, cap)
@@ -283,9 +283,7 @@ def _one_head(head: _Head, sequence: _Sequence, order: int, cap: Formula | None)
     B, count = tg.factored(keys), tg.count_of(A)
     own, mask = tg.diagonal_of(A)[:, None], head.mask
     alone: Any = [sum(each.score_variance() for each in head.random)] if head.random else []
-    if order == 1:
-        W = masked_softmax(S, mask)
-    elif isinstance(keys, tg.TokenGram):  # two products, none with squares
+    if isinstance(keys, tg.TokenGram):  # two products, none with squares
         rows = _Rows(own, own * tg.diagonal_of(keys)[None, :], B, alone)
         W = quick_expected_softmax(S, rows, mask)
     else:
@@ -313,11 +311,9 @@ def _one_head(head: _Head, sequence: _Sequence, order: int, cap: Formula | None)
         U = safe_sqrt(each.variance)[None, :, None] * jax.vmap(at)(moved, each.places)
         by_bias.append(U)
         G = G + tg.product((U @ M).reshape(len(a), -1), U.reshape(len(a), -1), count)
-    g = jnp.ones_like(p)
-    if order == 2:  # law of total variance
-        found = nonnegative(tg.diagonal_of(G))
-        g, _ = rules.kept_jacobian(found, W @ tg.diagonal_of(V), tg.diagonal_of(aa))
-        G = tg.bound(g[:, None] * G * g[None, :], g * safe_sqrt(found))
+    found = nonnegative(tg.diagonal_of(G))  # the law of total variance
+    g, _ = rules.kept_jacobian(found, W @ tg.diagonal_of(V), tg.diagonal_of(aa))
+    G = tg.bound(g[:, None] * G * g[None, :], g * safe_sqrt(found))
 
     Q = (p * g)[:, None] * A * (p * g)[None, :]
     QW, WQW = tg.congruence(tg.factored(Q), W)
@@ -328,16 +324,15 @@ def _one_head(head: _Head, sequence: _Sequence, order: int, cap: Formula | None)
         C = C + numerics.gram(jnp.tensordot(p * g, U, 1).T)
     # The same of the noise, tr M C.
     n = jnp.sum(BQ * N_) - 2 * jnp.sum(QB * WN) + tg.total(QWB * WNW)
-    if order == 2:  # no more than the values' variance under the weights, in every token at once
-        most = p @ safe_sqrt(rules.left_within(W @ v**2, a**2))
-        C = jnp.clip(C, -most[:, None] * most[None, :], most[:, None] * most[None, :])
-        most = p @ safe_sqrt(rules.left_within(W @ tg.diagonal_of(noise), tg.diagonal_of(WNW)))
-        n = jnp.minimum(n, most**2)
+    # No more than the values' variance under the weights, in every token at once.
+    most = p @ safe_sqrt(rules.left_within(W @ v**2, a**2))
+    C = jnp.clip(C, -most[:, None] * most[None, :], most[:, None] * most[None, :])
+    most = p @ safe_sqrt(rules.left_within(W @ tg.diagonal_of(noise), tg.diagonal_of(WNW)))
+    n = jnp.minimum(n, most**2)
     C = C + safe_divide(nonnegative(n), jnp.sum(value.by_input * M)) * value.by_input
 
     mean = a + centre * jnp.sum(W, axis=1, keepdims=True)
-    if order == 2:
-        mean = mean + _shared(head, sequence, W, (g if z is None else g * z[:, 0]) / root)
+    mean = mean + _shared(head, sequence, W, (g if z is None else g * z[:, 0]) / root)
     return _Output(mean, W, w, G + WNW, C)
 
 

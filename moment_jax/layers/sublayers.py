@@ -4,7 +4,6 @@ Each has a public function, and one that also returns how it carries covariances
 `rules`. They check what came; what they do with it is the rule of the structure.
 """
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -25,31 +24,28 @@ from moment_jax.xla import materialized_inputs
 
 @materialized_inputs
 def layer_norm(
-    mean: Array, cov: S, params: NormParams, *, epsilon: float = 1e-6, order: int = 2
+    mean: Array, cov: S, params: NormParams, *, epsilon: float = 1e-6
 ) -> tuple[Array, S]:
     """Moments of gain * (x - avg(x)) / sqrt(var(x) + epsilon) + bias, token by token.
 
     The covariance passes through the full Jacobian (I - 11^T/D - n n^T/D) / sqrt(q), n the normalised
-    mean, because a token's average and deviation depend on x. With order 2 the deviation is taken at
-    the expected sample variance q = Var_d(E[x]) + tr(P Cov P)/D + epsilon, P = I - 11^T/D, and the mean
-    has its second-order correction. With order 1 both are first-order Taylor at the mean.
+    mean, because a token's average and deviation depend on x. The deviation is taken at the expected
+    sample variance q = Var_d(E[x]) + tr(P Cov P)/D + epsilon, P = I - 11^T/D, and the mean has its
+    second-order correction.
 
-    Assumes that x, the gain and the bias are mutually independent, and x Gaussian (order 2).
+    Assumes that x, the gain and the bias are mutually independent, and x Gaussian.
     `Separable` also assumes that normalising keeps the correlation between tokens. Source: Transformer
     derivation, section 4.5 and Prop. 4, corrected as in `reference`.
 
     Args (mean, cov, results and errors are those of `dense`):
       params: beliefs about the gain (D,) and the bias (D,); each may be None.
       epsilon: added to the variance over the features, as in Flax; not negative.
-      order: 1 or 2.
     """
-    return norm_with_carry(mean, cov, params, epsilon, order)[:2]
+    return norm_with_carry(mean, cov, params, epsilon)[:2]
 
 
 @materialized_inputs
-def rms_norm(
-    mean: Array, cov: S, params: NormParams, *, epsilon: float = 1e-6, order: int = 2
-) -> tuple[Array, S]:
+def rms_norm(mean: Array, cov: S, params: NormParams, *, epsilon: float = 1e-6) -> tuple[Array, S]:
     """Moments of gain * x / sqrt(avg(x^2) + epsilon) + bias, token by token.
 
     Arguments, results and assumptions are those of `layer_norm`; nothing is centred.
@@ -59,16 +55,15 @@ def rms_norm(
     >>> print(mean.round(3)[0])
     [1.414 0.   ]
     """
-    return norm_with_carry(mean, cov, params, epsilon, order, centres=False)[:2]
+    return norm_with_carry(mean, cov, params, epsilon, centres=False)[:2]
 
 
 def norm_with_carry(
-    mean: Array, cov: S, params: NormParams, epsilon: float, order: int, *, centres: bool = True
+    mean: Array, cov: S, params: NormParams, epsilon: float, *, centres: bool = True
 ) -> tuple[Array, S, Carry]:
     """`layer_norm` or `rms_norm`, and how it carries covariances."""
     name = "layer_norm" if centres else "rms_norm"
     checks.check_moments(name, mean, cov)
-    checks.check_order(name, order)
     right = isinstance(epsilon, jax.core.Tracer) or epsilon >= 0
     mend = "It is added to the variance; Flax uses 1e-6."
     need(name, right, "epsilon >= 0", epsilon, mend)
@@ -76,7 +71,7 @@ def norm_with_carry(
     checks.check_belief(name, "scale", d, gain)
     checks.check_belief(name, "bias", d, params.bias)
     rule = rules_of(type(cov)).norm
-    mean, normal, carry = rule(mean, cov, epsilon=epsilon, order=order, centres=centres)
+    mean, normal, carry = rule(mean, cov, epsilon=epsilon, centres=centres)
     if gain is None:
         return params.mean_output(mean), with_bias(normal, params.bias), carry
     rows = gain.mean[None, :]
@@ -89,38 +84,33 @@ def norm_with_carry(
 
 @materialized_inputs
 def attention(
-    mean: Array, cov: S, params: AttentionParams, *, num_heads: int, mask: Array | None = None,
-    bias: Array | None = None, order: int = 2,
-) -> tuple[Array, S]:  # fmt: skip
-    """Moments of multi-head self-attention, softmax(q k^T / sqrt(K) + bias) v and the output projection.
+    mean: Array, cov: S, params: AttentionParams, *, num_heads: int, mask: Array | None = None
+) -> tuple[Array, S]:
+    """Moments of multi-head self-attention, softmax(q k^T / sqrt(K)) v and the output projection.
 
     Scores are correlated across queries as well as keys, because all tokens share the weight noise. Each
     structure keeps what it can of that, and of the input x that queries, keys and values share: `Full`
-    keeps it everywhere; `Separable` in the means E[scores] and E[weights v], `Diagonal` in E[scores];
-    order 1 leaves it out of the means. The score noise of different heads is independent, except in
-    `Full`. Assumes that x and the four weight matrices are independent of each other.
+    keeps it everywhere; `Separable` in the means E[scores] and E[weights v], `Diagonal` in E[scores].
+    The score noise of different heads is independent, except in `Full`. Assumes that x and the four
+    weight matrices are independent of each other.
 
     Args (mean, cov, results and errors are those of `dense`):
       params: beliefs about the kernels (D, H K) of query, key and value and (H K, D) of the output.
       num_heads: H, a divisor of their width.
       mask: (T, T), (1, T) for all queries, or (H, T, T) boolean, True where a query (row) may look at a
         key (column). Masked keys get a weight of exactly zero, a query with no key left a zero output.
-      bias: certain, (T, T), or (H, T, T) for each head, added to the scores: positions as in ALiBi or
-        T5, a soft mask. Where it is -inf the key is masked. To hide padding use `mask`: the averages
-        that `Separable` takes over tokens leave out what is masked, not what has a low bias.
-      order: 1 (Taylor at the mean, as derived) or 2.
 
     With a mask, the feature Gram matrix of `Separable` is from here on that of the tokens which no query
     is denied. Source: Transformer derivation, sections 4.2 to 4.4.
     """
     cov = cov.seen_by(mask)
-    return attention_with_carry(mean, cov, params, num_heads, mask, order, bias=bias)[:2]
+    return attention_with_carry(mean, cov, params, num_heads, mask)[:2]
 
 
 @materialized_inputs
 def cross_attention(
     mean: Array, cov: S, memory_mean: Array, memory_cov: S, params: AttentionParams, *,
-    num_heads: int, mask: Array | None = None, bias: Array | None = None, order: int = 2,
+    num_heads: int, mask: Array | None = None,
 ) -> tuple[Array, S]:  # fmt: skip
     """Moments of multi-head attention of a random sequence x to a random memory.
 
@@ -136,23 +126,21 @@ def cross_attention(
       params: beliefs about the kernels (D, H K) of query, (E, H K) of key and value, (H K, D).
     """
     memory = memory_mean, memory_cov.seen_by(mask, memory=True)
-    attend = partial(attention_with_carry, memory=memory, bias=bias)
-    return attend(mean, cov, params, num_heads, mask, order)[:2]
+    return attention_with_carry(mean, cov, params, num_heads, mask, memory=memory)[:2]
 
 
 def attention_with_carry(
-    mean: Array, cov: S, params: AttentionParams, num_heads: int, mask: Array | None, order: int, *,
+    mean: Array, cov: S, params: AttentionParams, num_heads: int, mask: Array | None, *,
     memory: tuple[Array, Covariance] | None = None,
     turns: tuple[Array | None, Array | None] = (None, None), scale: Array | None = None,
     bias: Array | None = None, noise: tuple[ScoreNoise, ...] = (), cap: Formula | None = None,
 ) -> tuple[Array, S, Carry]:  # fmt: skip
     """`attention`, or `cross_attention` with a memory, and how it carries covariances.
 
-    The rest is what `Attending` says; scale, bias and factors of noise are broadcast to (H, T, S).
+    The rest is what `Attending` says; of scale, bias and factors of noise H may be 1 too.
     """
     name = "attention" if memory is None else "cross_attention"
     checks.check_moments(name, mean, cov)
-    checks.check_order(name, order)
     source, source_cov = (mean, cov) if memory is None else memory
     if memory is not None:
         checks.check_moments("cross_attention's memory", source, source_cov)
@@ -172,27 +160,18 @@ def attention_with_carry(
     if mask is not None:
         source_cov.check_mask(name, mask)
         mask = jnp.broadcast_to(mask, whole)
-    of_scores = partial(_of_scores, name, whole)
     if bias is not None:  # a key of -inf is masked: its derivative would be NaN
-        bias = of_scores("bias", bias)
         keep = bias > -jnp.inf
         bias, mask = jnp.where(keep, bias, 0), keep if mask is None else mask & keep
         mask = jnp.broadcast_to(mask, whole)
-    scale = None if scale is None else of_scores("scale", scale)
-    noise = tuple(each._replace(factor=of_scores("noise", each.factor)) for each in noise)
-    attending = Attending(num_heads, mask, order, turns, scale, bias, noise, cap)
+
+    def of_heads(x: Array) -> Array:
+        return jnp.broadcast_to(x, (num_heads, *x.shape[1:]))
+
+    scale, bias = (None if x is None else of_heads(x) for x in (scale, bias))
+    noise = tuple(each._replace(factor=of_heads(each.factor)) for each in noise)
+    attending = Attending(num_heads, mask, turns, scale, bias, noise, cap)
     return rules_of(type(cov)).attention(mean, cov, memory, params, attending)
-
-
-def _of_scores(name: str, whole: tuple[int, ...], what: str, array: Array) -> Array:
-    """An array for all scores as (H, T, S), where T and S may be 1."""
-    checks.check_array(f"{name}(..., {what}=)", array)
-    shape = (1,) * (3 - array.ndim) + array.shape
-    fits = all(n in (1, m) for n, m in zip(shape, whole, strict=False))
-    rule = f"a {what} of shape {whole[1:]}, (queries, keys), or {whole}, with heads"
-    mend = f"Use jnp.broadcast_to({what}, {whole}); for a batch vmap."
-    need(name, array.ndim in (0, 2, 3) and fits, rule, checks.described(array), mend)
-    return jnp.broadcast_to(array.reshape(shape), (whole[0], *shape[1:]))
 
 
 @materialized_inputs

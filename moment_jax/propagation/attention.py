@@ -138,7 +138,7 @@ def _moments(
         read = mutual or (own and propagator.reading and cov.pool is propagator.pool)
         seen = cov if read else cov.seen_by(mask, memory=not own)
         mean, cov, carried = attention_with_carry(
-            x.mean, seen if own else x.cov, params, len(core.columns[0]), mask, 2,
+            x.mean, seen if own else x.cov, params, len(core.columns[0]), mask,
             memory=None if own else (source.mean, seen), turns=(query.rotation, key.rotation),
             **core.settings(),
         )  # fmt: skip

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jax.extend import core
 
@@ -32,18 +31,9 @@ class Blocks:
 
     first: int  # operation
     period: int  # operations of a block
+    count: int  # of blocks
     carried: list[Any]  # what enters each block, and the last result
     outside: list[tuple[Any, ...]]  # what else the blocks read: a variable for each block
-
-    @property
-    def count(self) -> int:
-        """Number of blocks."""
-        return len(self.carried) - 1
-
-    def body(self, eqns: list[Any], shared: list[Any], own: list[Any]) -> Body:
-        """The first block, of what all blocks share, what it maps, and what it alone reads."""
-        invars = [*shared, self.carried[0], *own]
-        return Body(invars, eqns[self.first : self.first + self.period], [self.carried[1]])
 
 
 def blocks_of(jaxpr: Any) -> list[Blocks]:
@@ -121,7 +111,7 @@ class _Links:
             if r + 1 < count and not self._reads_in(carried[r + 1], start, start + 2 * period):
                 return None
         outside = all(self.made(v)[0] < first for column in columns for v in column)
-        return Blocks(first, period, carried, list(columns)) if outside else None
+        return Blocks(first, period, count, carried, list(columns)) if outside else None
 
     def _place(self, v: Any, start: int, carried: Any) -> Any:
         """Where a block that begins here has a variable from, in its own count; None from outside."""
@@ -185,12 +175,8 @@ def _frozen(x: Any) -> Any:
         return _frozen(x.jaxpr), tuple(map(id, x.consts))
     if isinstance(x, tuple | list):
         return tuple(map(_frozen, x))
-    if isinstance(x, dict):
-        return tuple((name, _frozen(x[name])) for name in sorted(x))
-    if isinstance(x, np.ndarray | jax.Array):
-        return id(x)
     try:
         hash(x)
-    except TypeError:
+    except TypeError:  # arrays
         return id(x)
     return x

@@ -208,14 +208,12 @@ def _rows(propagator: Propagator, node: Node) -> Moments | None:
 
 
 class _Pair(NamedTuple):
-    """A random array, and a weight or a certain array that is added to it or multiplies it."""
+    """A random array, and a certain one, or a weight that all tokens share, added to it or times it."""
 
     side: int  # of the random array
     x: Sequence
-    weight: Weight  # the other, with the same shape
-    vector: Any  # the belief about it if it is the same for every token, or None
-    mean: Array  # (1, D) then, else (T, D)
-    random: bool
+    mean: Array  # of the other, (1, D) if it is the same for every token, else (T, D)
+    belief: Any  # about the other; None if it is certain
 
 
 def _pair(propagator: Propagator, node: Node) -> _Pair | None:
@@ -229,11 +227,10 @@ def _pair(propagator: Propagator, node: Node) -> _Pair | None:
     weight = weight.broadcast(node.shape)
     x = propagator.moments(node.operands[side]).broadcast(node.shape).sequence()
     vector = weight.vector(x.features)
-    if vector is None:
-        mean = arrays.as_rows(arrays.take(weight.posterior.mean, weight.places), *x.axes)
-    else:
-        mean = vector.mean.reshape(1, -1)
-    return _Pair(side, x, weight, vector, mean, random)
+    if vector is not None:
+        return _Pair(side, x, vector.mean.reshape(1, -1), vector if random else None)
+    mean = arrays.as_rows(arrays.take(weight.posterior.mean, weight.places), *x.axes)
+    return None if random else _Pair(side, x, mean, None)  # else two random arrays, like others
 
 
 @rule("add", "add_any", "sub")
@@ -242,23 +239,19 @@ def _shifted(propagator: Propagator, node: Node) -> Moments | None:
     pair = _pair(propagator, node)
     if pair is None:
         return None
-    x, by_entry = pair.x, pair.random and pair.vector is None
-    other = propagator.moments(pair.weight).sequence(*x.axes) if by_entry else None
+    x, other = pair.x, pair.mean
 
     def compute() -> tuple[Any, ...]:
         mean, cov = x.moments
-        if other is not None:
-            cov = cov.add(other.cov)
-        elif pair.random:
-            cov = cov.add(cov.bias_noise(pair.vector.vector_cov()))
+        if pair.belief is not None:
+            cov = cov.add(cov.bias_noise(pair.belief.vector_cov()))
         if node.op == "sub" and pair.side == 1:
             one = jnp.ones((1, mean.shape[1]), mean.dtype)
-            return pair.mean - mean, cov, lambda cross: cross.rescale(-one)
-        out = mean - pair.mean if node.op == "sub" else mean + pair.mean
-        return out, cov, arrays.as_it_is
+            return other - mean, cov, lambda cross: cross.rescale(-one)
+        return mean - other if node.op == "sub" else mean + other, cov, arrays.as_it_is
 
     if node.op != "sub" or pair.side == 0:
-        propagator.note(node, *(("bias", "independent") if pair.random else ("shift",)))
+        propagator.note(node, *(("bias", "independent") if pair.belief else ("shift",)))
     return x.made(compute, node.shape)
 
 
@@ -266,17 +259,17 @@ def _shifted(propagator: Propagator, node: Node) -> Moments | None:
 def _gain(propagator: Propagator, node: Node) -> Moments | None:
     """Times a weight, or times or divided by a certain array."""
     pair = _pair(propagator, node)
-    if pair is None or (pair.random and pair.vector is None):
-        return None  # a product like others
-    x = pair.x
+    if pair is None:
+        return None
+    x, gain = pair.x, pair.mean
 
     def compute() -> tuple[Any, ...]:
-        cov = x.cov.rescale(pair.mean)
-        if pair.random:
-            cov = cov.add(x.cov.gain_noise(x.mean, pair.vector.vector_cov()))
-        return x.mean * pair.mean, cov, lambda cross: cross.rescale(pair.mean)
+        cov = x.cov.rescale(gain)
+        if pair.belief is not None:
+            cov = cov.add(x.cov.gain_noise(x.mean, pair.belief.vector_cov()))
+        return x.mean * gain, cov, lambda cross: cross.rescale(gain)
 
-    propagator.note(node, "gain", "input and gain independent" if pair.random else "")
+    propagator.note(node, "gain", "input and gain independent" if pair.belief else "")
     return x.made(compute, node.shape)
 
 

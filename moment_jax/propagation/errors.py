@@ -91,22 +91,6 @@ def explain(rule: str, inputs: Any, error: Exception, *ways: tuple[Any, Any, str
             raise ValueError(f"{rule}, and {why}. {got}. {mend}") from error
 
 
-def explain_call(
-    name: str, fn: Callable[..., Any], inputs: tuple[Any, ...], error: Exception
-) -> None:
-    """`explain` for `mj.name(fn)`, whose inputs come as they are."""
-
-    def one(inputs: Any) -> Any:
-        return fn(*inputs)
-
-    rule = f"`{name}(fn)` calls fn with the inputs as they are"
-    lacks = "this fn needs a batch axis before theirs", "For one input, use x[None]."
-    mend = f"Use jax.vmap(mj.{name}(fn), (None, 0))(params, x)."
-    adds = "this fn takes one entry of their first axis", mend
-    ways = (one, with_axes(inputs, 1), *lacks), (jax.vmap(one), inputs, *adds)
-    explain(rule, inputs, error, *ways)
-
-
 class Step(NamedTuple):
     """One operation of a receipt."""
 

@@ -9,7 +9,7 @@ from jax import Array
 
 from moment_jax.propagation import arrays, errors
 from moment_jax.propagation.arrays import Base, Moments, Sequence
-from moment_jax.propagation.errors import Step
+from moment_jax.propagation.errors import PropagationError, Step
 from moment_jax.propagation.graph import Node, Value, weights_in
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.recorder import Recorder
@@ -19,10 +19,6 @@ from moment_jax.propagation.weights import Weight
 _SHARED = "structure", "landmarks", "pool", "reading", "output"
 _Carry = tuple[Array, Any]  # mean and covariance of what a loop carries
 _Start = Callable[[Propagator], Any]  # what enters a body, as a value of its propagator's
-
-
-class _ChangedError(Exception):
-    """A step that changes what is kept of a covariance."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -146,7 +142,8 @@ def _scanned(propagator: Propagator, node: Node) -> Moments:
         z = planned(lambda: (mean, _pooled_alike(propagator, cov)), rows, {}).moments
         kinds = [(jax.tree.structure(m), [a.dtype for a in jax.tree.leaves(m)]) for m in (z, at)]
         if kinds[0] != kinds[1]:
-            raise _ChangedError
+            what = "a loop that changes what is kept of a covariance"
+            raise errors.refuse(what, node.source, "")
         return z, None
 
     holds = {"checkpoint", "remat2"} & {eqn.primitive.name for eqn in p["body"].eqns}
@@ -160,13 +157,9 @@ def _scanned(propagator: Propagator, node: Node) -> Moments:
         if alike:
             try:
                 return scanned(x.moments, rows)
-            except _ChangedError:
+            except PropagationError:  # the first step changes what is kept
                 pass
-        try:
-            return scanned(y.moments, jax.tree.map(lambda a: a[1:], rows))
-        except _ChangedError:
-            what = "a loop that changes what is kept of a covariance"
-            raise errors.refuse(what, node.source, "") from None
+        return scanned(y.moments, jax.tree.map(lambda a: a[1:], rows))
 
     propagator.note(node, "loop", "steps independent")
     return loop.result(y, compute)
@@ -177,5 +170,4 @@ def _pooled_alike(propagator: Propagator, cov: Any) -> Any:
     pool = propagator.pool
     if pool is None or getattr(cov, "pool", pool) is pool or cov.pool.shape != pool.shape:
         return cov
-    fields = {field.name: getattr(cov, field.name) for field in dataclasses.fields(cov)}
-    return cov.unchecked(*{**fields, "pool": pool}.values())
+    return dataclasses.replace(cov, pool=pool)

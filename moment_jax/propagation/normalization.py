@@ -126,8 +126,7 @@ def _normalized(
         def compute(x: Sequence = x) -> tuple[Any, ...]:
             factor = Point(jnp.full(x.mean.shape[1], kind.factor, x.mean.dtype))
             params = NormParams(None if kind.factor == 1 else factor)
-            options = params, kind.epsilon, 2
-            return norm_with_carry(x.mean, x.cov, *options, centres=kind.centres)
+            return norm_with_carry(x.mean, x.cov, params, kind.epsilon, centres=kind.centres)
 
         own = Base(x.shape, compute, (x,), node, propagator.finished)
         back = np.full(m.places.size, -1)

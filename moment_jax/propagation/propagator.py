@@ -13,6 +13,7 @@ import numpy as np
 from jax import Array
 
 from moment_jax.covariance import STRUCTURES, Covariance, Separable
+from moment_jax.covariance.fields import need
 from moment_jax.covariance.token_gram import pool_read, pool_seen
 from moment_jax.posterior import Factorized, Posterior
 from moment_jax.posterior.base import mean_params
@@ -198,11 +199,9 @@ def propagation_rule(
     ...     return cross.rescale(1 / jnp.sqrt(1 + mean**2))
     >>> _ = mj.propagation_rule("asinh", carry=slope)(asinh)  # also for x + arcsinh(x)
     """
-    if not isinstance(primitive, str):
-        raise TypeError(
-            "`propagation_rule(primitive)` needs the name of a primitive, such as 'sort'. Got "
-            f"{primitive!r}. jax.make_jaxpr prints the names."
-        )
+    rule, mend = "the name of a primitive, such as 'sort'", "jax.make_jaxpr prints the names."
+    right = isinstance(primitive, str)
+    need("propagation_rule(primitive)", right, rule, repr(primitive), mend, TypeError)
 
     def enter(function: Callable[..., tuple[Array, Any]]) -> Any:
         def applied(propagator: Propagator, node: Node) -> Moments:
@@ -257,7 +256,7 @@ def propagate(
 
     No rule have: convolutions but those of patches (kernel = stride), maxima and comparisons of two
     random entries or more, cumulative sums, sorting, scattered entries, random conditions and indices,
-    rounding and other functions that jump with curved pieces, recurrent loops, one weight array used
+    rounding and other functions that jump with curved pieces, branches, recurrent loops, one weight used
     in two places other than a product with its transpose, such as a layer that is called twice, and
     attention other than softmax(where(mask, scale * q k^T + bias, number)) v: with a sink, or a head
     that mixes others. They raise an error that names the line; `mj.linearised` takes them all, and so
@@ -296,16 +295,11 @@ def propagate(
     >>> print(mean.shape, cov.variance().round(2))
     (1, 3) [[0.02 0.02 0.02]]
     """
-    if not callable(fn):
-        raise TypeError(
-            f"`propagate(fn)` needs a function fn(params, x). Got {type(fn).__name__}. For a Flax "
-            "module, use mj.Bayesian(module)."
-        )
-    if not (isinstance(structure, type) and issubclass(structure, Covariance)):
-        raise TypeError(
-            f"`propagate` needs a covariance structure, one of {', '.join(STRUCTURES)} (the class, "
-            f"such as mj.Separable). Got {structure!r}."
-        )
+    came, mend = type(fn).__name__, "For a Flax module, use mj.Bayesian(module)."
+    need("propagate(fn)", callable(fn), "a function fn(params, x)", came, mend, TypeError)
+    right = isinstance(structure, type) and issubclass(structure, Covariance)
+    rule, mend = f"a structure, one of {', '.join(STRUCTURES)}", "Give the class: mj.Separable."
+    need("propagate", right, rule, repr(structure), mend, TypeError)
 
     def propagated(params: Any, *inputs: Any) -> Any:
         steps: Steps = Steps()
@@ -345,18 +339,11 @@ def plan(
     means = jax.tree.map(
         lambda x: x[0] if is_random_input(x) else x, inputs, is_leaf=is_random_input
     )
-    try:
-        traced = jax.make_jaxpr(fn)(at, *means)
-    except Exception as error:
-        errors.explain_call("propagate", functools.partial(fn, at), means, error)
-        raise
+    traced = jax.make_jaxpr(fn)(at, *means)
     leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Posterior))
     leaves += jax.tree.leaves(inputs, is_leaf=is_random_input)
-    if len(traced.jaxpr.outvars) != 1:
-        raise TypeError(
-            "`propagate(fn)` needs a function that returns one array. Got "
-            f"{len(traced.jaxpr.outvars)}. Pick one, as in lambda params, x: fn(params, x)[0]."
-        )
+    count, mend = len(traced.jaxpr.outvars), "Pick one: lambda params, x: fn(params, x)[0]."
+    need("propagate(fn)", count == 1, "a function that returns one array", count, mend, TypeError)
 
     def planned(unrolls: bool) -> tuple[Sequence, Propagator]:
         propagator = Propagator(structure, landmarks)
@@ -370,11 +357,9 @@ def plan(
         arguments = [argument(x) for x in leaves]
         (propagator.output,) = recorder.run(traced.jaxpr, traced.consts, arguments)
         m = propagator.moments(propagator.output)
-        if landmarks is not None and landmarks > propagator.longest:
-            raise ValueError(
-                "`landmarks` needs to be at most the number of tokens of the longest sequence, "
-                f"{propagator.longest}. Got {landmarks}. None means all of up to 256 tokens."
-            )
+        rule = f"at most the number of tokens of the longest sequence, {propagator.longest}"
+        right, mend = (landmarks or 0) <= propagator.longest, "None means all of up to 256 tokens."
+        need("landmarks", right, rule, landmarks, mend)
         return m.sequence(*arrays.by_last_axis(m.ndim)), propagator
 
     try:
@@ -387,12 +372,9 @@ def _random(propagator: Propagator, mean: Any, cov: Any) -> Node:
     """A random input; a belief of its own stands for what makes it random."""
     axes = arrays.by_last_axis(np.ndim(mean))
     rows = arrays.as_rows(mean, *axes)
-    if type(cov) is not propagator.structure or tuple(cov.shape) != rows.shape:
-        raise ValueError(
-            f"A random input (mean, cov) needs a covariance in {propagator.structure.__name__} of shape "
-            f"{rows.shape}, that of its mean as a sequence. Got {type(cov).__name__} of shape "
-            f"{tuple(cov.shape)}."
-        )
+    right = type(cov) is propagator.structure and tuple(cov.shape) == rows.shape
+    rule = f"a covariance in {propagator.structure.__name__} of shape {rows.shape}, its mean's"
+    need("propagate(fn)(params, (mean, cov))", right, rule, f"{type(cov).__name__} of {cov.shape}")
     own = Weight.of(Factorized(rows, jnp.zeros_like(rows)))
     places = arrays.ordered(np.shape(mean), *axes)
     moments = arrays.made(lambda: (rows, cov), rows.shape, places)

@@ -87,8 +87,6 @@ class Recorder:
             if name in _DRAWS or any(Same(x) in self.drawn for x in operands):
                 self.drawn.update(map(Same, results))
             return results
-        if name == "cond":
-            return self._branch(eqn, operands)
         if name == "scan":
             return self._unrolled(eqn, operands)
         if name == "select_n":
@@ -200,16 +198,6 @@ class Recorder:
             self.beliefs[x] = node
         return self.beliefs[x]
 
-    def _branch(self, eqn: Any, operands: list[Value]) -> list[Value]:
-        index, *args = operands
-        if is_random(index) or not primitives.is_known(index):
-            raise refuse(
-                "`cond` on a value that is random or traced",
-                self.source(eqn),
-                "Use a static condition, or jnp.where of both results.",
-            )
-        return self._entered(eqn, eqn.params["branches"][int(index)], args)
-
     def _unrolled(self, eqn: Any, operands: list[Value]) -> list[Value]:
         p, body = eqn.params, eqn.params["jaxpr"]
         # Scanned inputs and stacked outputs have one axis more outside than in the body.
@@ -266,11 +254,12 @@ class Recorder:
 
     def _looped(self, eqn: Any, consts: Any, state: list[Value], over: Any) -> Node | None:
         """All steps of a scan as one loop, if that is possible."""
-        stacks = [x for x in over if isinstance(x, Weight)]
-        known = not any(isinstance(x, Node) for x in over)
-        known = known and not any(isinstance(x, Weight) for x in consts)
-        known = known and not isinstance(state[0], Weight) and eqn.params["length"] > 2
-        if self.unrolls or not known or not all(x.is_stack for x in stacks):
+        if (
+            self.unrolls
+            or eqn.params["length"] < blocks.FEWEST
+            or any(isinstance(x, Weight) for x in (*consts, *state))
+            or any(isinstance(x, Node) or (isinstance(x, Weight) and not x.is_stack) for x in over)
+        ):
             return None
         closed = eqn.params["jaxpr"]
         options = {name: eqn.params[name] for name in ("length", "unroll")}
@@ -300,7 +289,9 @@ class Recorder:
             or overlap(weights, frozenset().union(*map(weights_in, others)))
         ):
             return None, 0
-        body = row.body(eqns, [v for v, _ in shared], [v for v, _ in own])
+        invars = [*(v for v, _ in shared), row.carried[0], *(v for v, _ in own)]
+        first_block = eqns[row.first : row.first + row.period]
+        body = blocks.Body(invars, first_block, [row.carried[1]])
         operands = [*(x for _, x in shared), start, *(stack(x) for _, x in own)]
         options = {"length": count, "unroll": 1}
         node = self._loop(body, (), operands, len(shared), options, eqns[row.first])

@@ -26,7 +26,7 @@ LINEAR = primitives.VIEWS | {
     "add", "add_any", "div", "integer_pow", "mul", "neg", "reduce_sum", "square", "sub",
 }  # fmt: skip
 NORM = LINEAR | {"pow", "rsqrt", "sqrt"}
-SOFTMAX = LINEAR | {"exp", "exp2", "log", "reduce_max"}
+SOFTMAX = LINEAR | {"exp", "log", "reduce_max"}
 _GUARDS = {"abs", "eq", "is_finite", "max", "ne", "select_n", "sign"}  # of sums and maxima of a row
 
 

@@ -26,7 +26,7 @@ from moment_jax.propagation import arrays, primitives, regions
 from moment_jax.propagation.arrays import InWeights, Places
 from moment_jax.propagation.elementwise import recognised
 from moment_jax.propagation.errors import LINEARISE, refuse
-from moment_jax.propagation.graph import Node, between, is_random
+from moment_jax.propagation.graph import Node, between
 from moment_jax.propagation.paths import Choice, Entries, Factors, Path, is_product, merged
 from moment_jax.propagation.propagator import Propagator
 
@@ -171,17 +171,10 @@ def _read(propagator: Propagator, weights: Node) -> Scores | tuple[Node, str]:
         if len(steps) != 1 or steps[0].shifts or steps[0].choices:
             return path.node, "weights that are no softmax of its scores"
         (path,) = steps
-    gates, argument, axis = path.factors, softmax.argument, softmax.axis
+    gates, (argument, axis) = path.factors, softmax
     rows = arrays.numbered(argument.shape).take([0], axis)
     rows = np.broadcast_to(rows, argument.shape).ravel()[path.places]
-    path = replace(path, node=argument, factors=())
-    if softmax.kept is not None:
-        none = path.certain(np.float32(-np.inf))
-        choice = Choice(path.certain(softmax.kept), softmax.when, ((none,),))
-        path = replace(path, choices=(choice,))
-    if softmax.factor != 1:
-        path = replace(path, factors=(path.certain(np.float64(softmax.factor)),))
-    path = _down(path)
+    path = _down(replace(path, node=argument, factors=()))
     below, cap = path, None
     if not is_product(path.node):
         found = _cap(path)
@@ -217,53 +210,17 @@ def _down(path: Path) -> Path:
     return path
 
 
-class Softmax(NamedTuple):
-    """exp(factor * argument) over its sum along an axis, of the entries where `kept` is `when`."""
-
-    argument: Node
-    axis: int
-    factor: float
-    kept: Any = None  # None: of all
-    when: bool = True
-
-
-def _softmax(node: Node) -> Softmax | None:
-    """A softmax by its operations, exp(x - shift) / sum(exp(x - shift)) in some order; else None."""
+def _softmax(node: Node) -> tuple[Node, int] | None:
+    """The argument and the axis of a softmax, exp(x - shift) / sum(exp(x - shift)); else None."""
     node = _same(node)
-    chosen = _masked(node)
-    node, *mask = (node, None, True) if chosen is None else chosen
-    if node.op in ("exp", "exp2"):  # of a log-softmax
-        log = _same(node.nodes[0])
-        if log.op != "sub" or len(log.nodes) < 2:
-            return None
-        over, top = _same(log.nodes[0]), _unbroadcast(log.nodes[1])
-        if top.op == "add" and len(top.nodes) == 2:  # a logsumexp: the maximum comes back
-            top = next((x for x in map(_unbroadcast, top.nodes) if x.op == "log"), top)
-        total = _unbroadcast(top.nodes[0]) if top.op == "log" else top
-        total = _unbroadcast(total.nodes[0]) if total.op == "abs" else total
-    elif node.op == "div" and len(node.nodes) == 2:
-        over, total = _same(node.nodes[0]), _unbroadcast(node.nodes[1])
-    elif node.op == "mul" and len(node.nodes) == 2:  # by the reciprocal
-        pairs = ((a, _unbroadcast(b)) for a, b in (node.nodes, node.nodes[::-1]))
-        over, inverse = next(((a, b) for a, b in pairs if _is_reciprocal(b)), (node, node))
-        total = _unbroadcast(inverse.nodes[0])
-    else:
+    if node.op != "div" or len(node.nodes) != 2:
         return None
-    if total.op != "reduce_sum" or len(total.params["axes"]) != 1:
+    over, total = _same(node.nodes[0]), _same(node.nodes[1], primitives.VIEWS)
+    if over.op != "exp" or total.op != "reduce_sum" or len(total.params["axes"]) != 1:
         return None
-    (axis,), part = total.params["axes"], _same(total.nodes[0])
-    inner = _masked(part)
-    if inner is not None:
-        part = inner[0]
-    if (inner is None) != (mask[0] is None) or (inner is not None and inner[1] is not mask[0]):
-        return None
-    if part.op not in ("exp", "exp2"):
-        return None
-    argument = _without_shift(_same(part.nodes[0]), axis)
-    of_log = node.op in ("exp", "exp2")
-    same = _without_shift(over, axis) is argument if of_log else over is part
-    factor = math.log(2) if part.op == "exp2" else 1.0
-    return Softmax(argument, axis, factor, *mask) if same else None
+    (axis,) = total.params["axes"]
+    same = _same(total.nodes[0]) is over
+    return (_without_shift(_same(over.nodes[0]), axis), axis) if same else None
 
 
 def _same(node: Node, operations: set[str] = primitives.UNMOVED) -> Node:
@@ -271,28 +228,6 @@ def _same(node: Node, operations: set[str] = primitives.UNMOVED) -> Node:
     while node.op in operations and primitives.is_view(node) and isinstance(node.operands[0], Node):
         node = node.operands[0]
     return node
-
-
-def _unbroadcast(node: Node) -> Node:
-    """The array of which this is a view."""
-    return _same(node, primitives.VIEWS)
-
-
-def _is_reciprocal(node: Node) -> bool:
-    if node.op == "div":
-        return isinstance(node.operands[1], Node) and primitives.uniform(node.operands[0]) == 1
-    return node.op == "integer_pow" and node.params["y"] == -1
-
-
-def _masked(node: Node) -> tuple[Node, Any, bool] | None:
-    """The array that is set to zero where a certain condition is not what it should be."""
-    if node.op != "select_n" or is_random(node.operands[0]) or len(node.operands) != 3:
-        return None
-    condition, off, on = node.operands
-    for inner, other, when in ((on, off, True), (off, on, False)):
-        if isinstance(inner, Node) and not is_random(other) and primitives.uniform(other) == 0:
-            return _same(inner), condition, when
-    return None
 
 
 def _without_shift(node: Node, axis: int) -> Node:
@@ -333,4 +268,4 @@ def _products(node: Node, *, through_exp: bool = True) -> list[Node]:
     """The products of which an array is made row by row; with an exponential somewhere above."""
     seen = between(node, [], lambda n: n.nodes if n.op in regions.BY_ROW else [])
     found = [n for n in seen if is_product(n)]
-    return found if not through_exp or any(n.op in ("exp", "exp2") for n in seen) else []
+    return found if not through_exp or any(n.op == "exp" for n in seen) else []

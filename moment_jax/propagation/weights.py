@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from jax import Array
 
 from moment_jax.covariance import Covariance, Diagonal, Full
+from moment_jax.covariance.fields import need
 from moment_jax.covariance.numerics import safe_sqrt
 from moment_jax.linalg import psd_cholesky
 from moment_jax.posterior import (
@@ -26,7 +26,6 @@ from moment_jax.posterior import (
 from moment_jax.propagation import arrays, primitives
 from moment_jax.propagation.arrays import Axes, Base
 from moment_jax.propagation.derivatives import check_derivatives
-from moment_jax.propagation.errors import explain_call
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -255,12 +254,10 @@ def linearised(
     >>> print(mean, cov.variance())
     [[2.]] [[1.]]
     """
-    if not callable(fn):
-        raise TypeError(
-            f"`linearised(fn)` needs a function fn(params, x). Got {type(fn).__name__}."
-        )
-    if structure not in (Full, Diagonal):
-        raise TypeError(f"`linearised` keeps mj.Full or mj.Diagonal. Got {structure!r}.")
+    rule, came = "a function fn(params, x)", type(fn).__name__
+    need("linearised(fn)", callable(fn), rule, came, error=TypeError)
+    right, came = structure in (Full, Diagonal), repr(structure)
+    need("linearised", right, "mj.Full or mj.Diagonal", came, error=TypeError)
 
     def predict(params: Any, *inputs: Any) -> tuple[Array, Any]:
         leaves, treedef = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, Posterior))
@@ -270,11 +267,7 @@ def linearised(
         def filled(means: dict[int, Array]) -> Any:
             return jax.tree.unflatten(treedef, [means.get(i, x) for i, x in enumerate(leaves)])
 
-        try:
-            mean = fn(filled(means), *inputs)
-        except Exception as error:
-            explain_call("linearised", functools.partial(fn, filled(means)), inputs, error)
-            raise
+        mean = fn(filled(means), *inputs)
         check_derivatives("linearised", lambda at: fn(filled(at), *inputs), means)
         shape = (-1, mean.shape[-1]) if mean.ndim else (1, 1)
         if structure is Diagonal:
@@ -287,12 +280,9 @@ def linearised(
 
             variances = jax.lax.map(variance, jnp.arange(mean.size), batch_size=64)
             return mean.reshape(shape), Diagonal(variances.reshape(shape))
-        if mean.size**2 > LARGEST:
-            raise ValueError(
-                "`linearised` keeps the covariance of all outputs, at most 2^28 numbers. Got "
-                f"{mean.size} outputs {mean.shape}, so {mean.size}^2 numbers. Use "
-                "structure=mj.Diagonal for their variances, or a function of fewer outputs."
-            )
+        rule, came = "outputs of at most 2^28 covariances", f"{mean.size} outputs {mean.shape}"
+        mend = "Use structure=mj.Diagonal for variances, or a function of fewer outputs."
+        need("linearised", mean.size**2 <= LARGEST, rule, came, mend)
         total = jnp.zeros((mean.size, mean.size), mean.dtype)
         for i, jacobian in jax.jacrev(lambda at: fn(filled(at), *inputs))(means).items():
             total = total + carried(beliefs[i], jacobian.reshape(mean.size, -1))

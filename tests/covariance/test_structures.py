@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import moment_jax as mj
-from moment_jax.covariance import Covariance, Diagonal, Full, Separable
+from moment_jax.covariance import Diagonal, Full, Separable
 from tests.builders import (
     ALL_STRUCTURES,
     Pairs,
@@ -91,27 +91,11 @@ def test_rounding_below_zero_is_no_error(structure):
 
 
 @pytest.mark.parametrize("structure", ALL_STRUCTURES)
-def test_covariances_pass_through_exported_functions(structure):
-    pytest.importorskip("flatbuffers")
-    cov = random_cov(jax.random.key(1), structure, (T, D))
-    double = jax.jit(lambda c: c.rescale(jnp.full((T, D), 2.0)))
-    saved = jax.export.export(double)(cov).serialize()
-    result = jax.export.deserialize(saved).call(cov)
-    assert isinstance(result, structure)
-    np.testing.assert_allclose(result.variance(), 4 * cov.variance(), rtol=1e-12)
-
-
-@pytest.mark.parametrize("structure", ALL_STRUCTURES)
 def test_covariances_are_pickled(structure):
     cov = random_cov(jax.random.key(1), structure, (T, D))
     again = pickle.loads(pickle.dumps(cov))
     assert type(again) is structure
     assert_close(again.to_dense(), cov.to_dense())
-
-
-def test_a_structure_without_its_two_methods_is_refused_as_it_is_defined():
-    with pytest.raises(TypeError, match=r"Got Nothing without `project`, `to_dense`"):
-        type("Nothing", (Covariance,), {})
 
 
 # -- a user's structure, defined by its projection alone, works wherever a covariance does ------------

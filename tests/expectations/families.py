@@ -83,6 +83,7 @@ def softmax_moments(mean: jax.Array, cov: jax.Array, mask: jax.Array | None = No
     """Mean and covariance of the softmax of a row of scores, of covariance (C, C) or (C,)."""
     cov = jnp.diag(cov) if cov.ndim == 1 else cov
     if mask is not None:
+        mean = jnp.where(mask, mean, -jnp.inf)
         cov = jnp.where(mask[:, None] & mask[None, :], cov, 0)
-    q, jacobian, rest = expectations.softmax_expansion(mean, cov, mask)
+    q, jacobian, rest = expectations.softmax_expansion(mean, cov)
     return q, jacobian @ cov @ jacobian + rest

@@ -183,7 +183,7 @@ def decoder(mean, cov, mask):
     memory = MEMORY, type(cov).independent(0.1 + 0 * MEMORY)
 
     def layer(carry, _):
-        moments = mj.decoder_block(*carry, *memory, DECODER, num_heads=2, mask=mask, order=1)
+        moments = mj.decoder_block(*carry, *memory, DECODER, num_heads=2, mask=mask)
         return moments, None
 
     return jax.lax.scan(layer, (mean, cov), None, 2)[0]

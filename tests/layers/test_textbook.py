@@ -1,4 +1,4 @@
-"""Layers beside the textbook: dense, products, pooling, norms; attention where it is linear."""
+"""Layers beside the textbook: dense, products, norms; attention where it is linear."""
 
 import jax
 import jax.numpy as jnp
@@ -57,20 +57,6 @@ def test_matmul_is_the_projection_of_the_exact_moments(structure: type[Covarianc
     assert_exact(structure, lambda m, c, other: mj.matmul(m, c, mean, other), cov, others, exact)
 
 
-@pytest.mark.parametrize("structure", ALL_STRUCTURES)
-def test_mean_pool_is_exact(structure: type[Covariance]):
-    cov = random_cov(KEYS[1], structure, SHAPE)
-    mask, seen = np.array([True, False, True]), np.array([0, 2])
-    pool = jax.jit(lambda *args: (lambda m, c: (m, c.variance()))(*mj.mean_pool(*args)))
-    mean, variance = pool(MEAN, cov)
-    masked, masked_variance = pool(MEAN, cov, mask)
-    dense, tokens = np.asarray(cov.to_dense()), np.asarray(MEAN)
-    assert_close(mean, tokens.mean(0, keepdims=True))
-    assert_close(variance[0], np.diagonal(dense.mean((0, 2))))
-    assert_close(masked[0], tokens[seen].mean(0))
-    assert_close(masked_variance[0], np.diagonal(dense[seen][:, :, seen].mean((0, 2))))
-
-
 # -- norms: variances of any structure by their Jacobian ----------------------------------------------
 
 
@@ -84,13 +70,14 @@ def plain(x, centres):
 def test_variances_are_those_of_the_jacobian(normalise, structure):
     mean = jax.random.normal(KEYS[0], (4, 6)) + 0.5
     cov = random_cov(KEYS[1], structure, (4, 6))
+    faint = 1e-4  # in units of the noise, at which the deviation is that of the mean
 
     @jax.jit
     def both(cov):
-        _, out = normalise(mean, cov, mj.NormParams(), order=1)
+        _, out = normalise(mean, cov.rescale(jnp.full((1, 6), faint)), mj.NormParams())
         jacobians = jax.vmap(jax.jacobian(lambda x: plain(x, normalise is mj.layer_norm)))(mean)
         exact = jnp.einsum("tij,tjtk,tik->ti", jacobians, cov.to_dense(), jacobians)
-        return out.variance(), exact
+        return out.variance() / faint**2, exact
 
     np.testing.assert_allclose(*both(cov), rtol=1e-5, atol=1e-9)
 

@@ -101,7 +101,7 @@ DOORS = {
     "log_prob": lambda **options: bayesian(CLASSES, **options).log_prob(ROWS, LABELS),
     "corrected": lambda **options: bayesian(**options).corrected(ROWS),
     "fit": lambda **options: mj.fit(
-        bayesian(CLASSES, **options), CLASSES, (ROWS, LABELS), max_steps=1, held_out=0.0
+        bayesian(CLASSES, **options), None, (ROWS, LABELS), max_steps=1, held_out=0.0
     ),
     "calibrate": lambda **options: mj.calibrate(network(), CLASSES, (ROWS, LABELS), **options),
     "decoding": lambda **options: mj.decoding.greedy(

@@ -169,8 +169,10 @@ def transforms(of):
         return jax.vmap(lambda x: mj.attention(x, of.zeros(x.shape), params, num_heads=2))(x[None])
 
     def likelihood(x, block):
-        hidden = mj.dense(x, of.zeros(x.shape), mj.DenseParams(block.attention.query.kernel))
-        return mj.objectives.expected_log_likelihood(mj.Gaussian(0.5), x, *hidden)
+        kernel = mj.DenseParams(block.attention.query.kernel)
+        hidden = mj.Moments(*mj.dense(x, of.zeros(x.shape), kernel))
+        given = hidden.mean, hidden.features
+        return mj.objectives.expected_log_likelihood(mj.Gaussian(0.5), x, *given)
 
     def curvature(x, block):
         """Second derivatives by the one mean and the one variance of a kernel."""
