@@ -61,6 +61,12 @@ def quadratic_form(factor: Factor, matrix: Array) -> Array:
     return jnp.sum(matrix * apply_curvature(factor, matrix))
 
 
+def any_weight(factors: Any) -> Array:
+    """Whether any factor of a tree has a weight."""
+    leaves = jax.tree.leaves(factors, is_leaf=lambda leaf: isinstance(leaf, Factor))
+    return jnp.asarray(sum(leaf.weight for leaf in leaves if isinstance(leaf, Factor))) > 0
+
+
 def averaged(averages: Factors, new: Factors, kept: Array, finite: Array) -> Factors:
     """The exponential averages, `kept` to that share, with one more factor each that has a weight.
 
@@ -108,13 +114,9 @@ def no_inverses(averages: Factors) -> Inverses:
     return pairs
 
 
-def refreshed(inverses: Inverses, factors: Factors, damping: Array, due: Array) -> Inverses:
-    """The inverses of the current averages where they are due, else the old ones."""
-
-    def invert() -> Inverses:
-        return {key: _inverted(factors[key], damping, old) for key, old in inverses.items()}
-
-    return jax.lax.cond(due, invert, lambda: inverses)
+def inverses_of(factors: Factors, damping: Array, old: Inverses) -> Inverses:
+    """The inverses of the groups that have old ones."""
+    return {key: _inverted(factors[key], damping, pair) for key, pair in old.items()}
 
 
 def _inverted(factor: Factor, damping: Array, old: InversePair) -> InversePair:

@@ -109,15 +109,22 @@ def _scale_by_curvature(
 
     def update(updates: Any, state: SecondOrderState, params: Any = None, **extra: Any) -> Any:
         groups = blocks.groups_of(updates, given)
-        new, finite = blocks.stack_factors(groups, extra.get("factors"))
+        given_factors = extra.get("factors")
+        gamma = extra.get("damping", current(damping, state.steps))
         kept = jnp.asarray(decay, jnp.float32) ** (state.age + 1)
-        factors = curvature.averaged(state.factors, new, kept, finite)
-        fresh = finite & jnp.any(jnp.stack([factor.weight > 0 for factor in new.values()]))
+
+        def renewed(_: Any, old: Any) -> tuple[Factors, curvature.Inverses, Array]:
+            new, fresh = blocks.stack_factors(groups, given_factors)
+            factors = curvature.averaged(old[0], new, kept, fresh)
+            return factors, curvature.inverses_of(factors, gamma, old[1]), fresh
+
+        # A loop of one round or none: a conditional would copy what a step without curvature leaves.
+        rounds = curvature.any_weight(given_factors).astype(jnp.int32)
+        old = state.factors, state.inverses, jnp.zeros((), bool)
+        factors, inverses, fresh = jax.lax.fori_loop(0, rounds, renewed, old)
         known = jnp.all(jnp.stack([factor.weight > 0 for factor in factors.values()]))
         steps, every = state.steps + known, jnp.asarray(curvature_every, jnp.int32)
         due = (steps < every) | (steps % every == 0) | ~known
-        gamma = extra.get("damping", current(damping, state.steps))
-        inverses = curvature.refreshed(state.inverses, factors, gamma, fresh & known)
 
         def direction(key: str, grad: Array) -> Array:
             factor = factors[key]

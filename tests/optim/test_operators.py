@@ -66,8 +66,7 @@ def test_an_inversion_that_fails_leaves_the_old_inverse():
         jnp.tile(jnp.eye(5), (2, 1, 1)), jnp.ones((2, 1, 1)), jnp.ones(())
     )
     bad = {"": factor._replace(inputs=factor.inputs.at[1, 3, 3].set(-1.0))}
-    old, yes = curvature.no_inverses(bad), jnp.ones((), bool)
-    new = curvature.refreshed(old, bad, jnp.float32(0.01), yes)
+    new = curvature.inverses_of(bad, jnp.float32(0.01), curvature.no_inverses(bad))
     np.testing.assert_allclose(new[""].inputs[0], np.eye(5) / 1.1, rtol=1e-6)
     assert not np.any(new[""].inputs[1])
 
@@ -83,8 +82,8 @@ def test_calls_of_lapack():
 
     assert not calls(lambda: curvature.damped_inverses(factor, factor, jnp.ones(())))
     table = {"table": optim.EmbeddingFactor(factor[0], factor, jnp.ones(()))}
-    start, yes = curvature.no_inverses(table), jnp.ones((), bool)
-    assert calls(lambda: curvature.refreshed(start, table, 1.0, yes)) == {"5x5"}
+    start = curvature.no_inverses(table)
+    assert calls(lambda: curvature.inverses_of(table, 1.0, start)) == {"5x5"}
 
 
 @pytest.mark.parametrize("make", [optim.kfac, optim.cg_fac])
