@@ -114,12 +114,7 @@ def no_inverses(averages: Factors) -> Inverses:
     return pairs
 
 
-def inverses_of(factors: Factors, damping: Array, old: Inverses) -> Inverses:
-    """The inverses of the groups that have old ones."""
-    return {key: _inverted(factors[key], damping, pair) for key, pair in old.items()}
-
-
-def _inverted(factor: Factor, damping: Array, old: InversePair) -> InversePair:
+def inverted(factor: Factor, damping: Array, old: InversePair) -> InversePair:
     """The inverses of a group; the old ones of layers where new ones are not finite."""
     if isinstance(factor, KroneckerFactor):
         new = damped_inverses(factor.inputs, factor.outputs, damping)
@@ -148,9 +143,8 @@ def damped_inverses(inputs: Array, outputs: Array, damping: Array) -> InversePai
 
     def inverse(factor: Array, damping: Array) -> Array:
         trace = jnp.sum(diagonal_of(factor), axis=-1)
-        unit = jnp.finfo(trace.dtype).eps
-        least = jnp.where(trace > 0, LEAST_RELATIVE_DAMPING * unit * trace, 1)
-        added = jnp.maximum(damping.astype(trace.dtype), least)
+        least = LEAST_RELATIVE_DAMPING * jnp.finfo(trace.dtype).eps * trace
+        added = jnp.maximum(damping.astype(trace.dtype), jnp.where(trace > 0, least, 1))
         damped = factor + jnp.where(on_diagonal(factor.shape), added[:, None, None], 0)
         root = jax.vmap(linalg.inverse_root)(damped)
         return jnp.matmul(jnp.swapaxes(root, 1, 2), root)

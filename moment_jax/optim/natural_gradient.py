@@ -44,12 +44,10 @@ def scale_by_kfac(
     Args:
       blocks: `find_blocks(model)`. Other parameters go to another optimiser, by `for_model`;
         `optax.masked` would add their raw gradients to them.
-      damping: gamma, a number or a schedule; that of `adapt_damping` takes its place. Far above most
-        eigenvalues of F, the step is that of gradient descent.
+      damping: gamma, a number or a schedule; that of `adapt_damping` takes its place.
       decay: of the running averages of the factors, for each step, also those without curvature: .96
         reaches back 25 steps. 0 to use each batch on its own.
-      curvature_every: steps between new curvature, for `curvature_due`, and so between inversions; the
-        first few steps all have it.
+      curvature_every: steps between new curvature and inverses; the first so many all have them.
 
     Raises:
       ValueError: if a number is out of range, or (from init and update) parameters or factors do not
@@ -102,25 +100,23 @@ def _scale_by_curvature(
             for key, each in blocks.groups_of(params, given).items()
         }
         inverses = curvature.no_inverses(none if inverts else {})
-        # Every array is a new one, because an array can be donated only once.
         last = LastStep(*(jnp.zeros((), jnp.float32) for _ in LastStep._fields))
-        due = jnp.ones((), bool)
-        return SecondOrderState(none, jnp.int32(0), jnp.int32(0), due, inverses, last)
+        return SecondOrderState(none, jnp.int32(0), jnp.int32(0), jnp.bool_(True), inverses, last)
 
     def update(updates: Any, state: SecondOrderState, params: Any = None, **extra: Any) -> Any:
         groups = blocks.groups_of(updates, given)
-        given_factors = extra.get("factors")
         gamma = extra.get("damping", current(damping, state.steps))
         kept = jnp.asarray(decay, jnp.float32) ** (state.age + 1)
 
         def renewed(_: Any, old: Any) -> tuple[Factors, curvature.Inverses, Array]:
-            new, fresh = blocks.stack_factors(groups, given_factors)
+            new, fresh = blocks.stack_factors(groups, extra.get("factors"))
             factors = curvature.averaged(old[0], new, kept, fresh)
-            return factors, curvature.inverses_of(factors, gamma, old[1]), fresh
+            pairs = {k: curvature.inverted(factors[k], gamma, pair) for k, pair in old[1].items()}
+            return factors, pairs, fresh
 
         # A loop of one round or none: a conditional would copy what a step without curvature leaves.
-        rounds = curvature.any_weight(given_factors).astype(jnp.int32)
-        old = state.factors, state.inverses, jnp.zeros((), bool)
+        rounds = curvature.any_weight(extra.get("factors")).astype(jnp.int32)
+        old = state.factors, state.inverses, jnp.bool_(False)
         factors, inverses, fresh = jax.lax.fori_loop(0, rounds, renewed, old)
         known = jnp.all(jnp.stack([factor.weight > 0 for factor in factors.values()]))
         steps, every = state.steps + known, jnp.asarray(curvature_every, jnp.int32)
