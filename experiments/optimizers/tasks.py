@@ -1,5 +1,6 @@
 """The tasks of the comparison: networks of Flax, losses, batches, and what is held out."""
 
+import dataclasses
 import sysconfig
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,6 +14,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax import Array
+from sklearn.datasets import load_sample_image
 
 import moment_jax as mj
 from experiments import data
@@ -23,8 +25,15 @@ Loss = Callable[..., tuple[Array, mj.optim.Prediction]]  # (model, *batch) -> (l
 
 LENGTH, FORECAST = 96, 24  # hours known, in twelve tokens, and hours wanted
 WINDOW = 64  # characters
+MODULES = (
+    "turtle", "doctest", "pickle", "mailbox", "optparse", "difflib", "statistics", "configparser",
+    "ftplib", "threading",
+)  # fmt: skip
 READ = ("inspect", "typing", "pydoc", "argparse", "tarfile", "subprocess", "zipfile", "ast")
 HELD_OUT = ("smtplib", "enum")
+KEPT = np.array([9, 10, *range(32, 127)])  # characters, by their codes
+LEAST_SCALE = 0.05  # standard deviation, of colours of unit variance
+NEVER = "never seen when they were chosen"
 
 
 class OptimizerTask(NamedTuple):
@@ -37,6 +46,7 @@ class OptimizerTask(NamedTuple):
     train: Batch  # on which the loss is followed
     held_out: Batch
     num_steps: int
+    defaults: str = "chosen on it and others"  # how those of second order know the task
 
 
 class Block(nnx.Module):
@@ -62,11 +72,12 @@ class Transformer(nnx.Module):
     """Two blocks over symbols or patches, and a head of each token, of their mean, or of all."""
 
     def __init__(
-        self, seed: int, *, tokens: int, width: int, outputs: int, patch: int = 0, read: str = "each"
+        self, seed: int, *, tokens: int, width: int, outputs: int, patch: int = 0, symbols: int = 0,
+        read: str = "each",
     ) -> None:  # fmt: skip
         rngs, start = nnx.Rngs(seed), nnx.initializers.normal(0.02)
-        symbols = nnx.Embed(outputs, width, embedding_init=start, rngs=rngs)
-        self.embed = nnx.Linear(patch, width, rngs=rngs) if patch else symbols
+        table = nnx.Embed(symbols or outputs, width, embedding_init=start, rngs=rngs)
+        self.embed = nnx.Linear(patch, width, rngs=rngs) if patch else table
         self.positions = nnx.Param(start(rngs.params(), (tokens, width)))
         self.blocks = nnx.List(Block(width, read == "each", rngs) for _ in range(2))
         self.norm, self.read = nnx.LayerNorm(width, rngs=rngs), read
@@ -122,22 +133,85 @@ def _task(
     return OptimizerTask(name, create, loss, batch, train, tuple(map(jnp.asarray, held_out)), 400)
 
 
+def _symbols(text: str) -> np.ndarray:
+    """Characters as 1 to 97; 0 is any other."""
+    codes = np.frombuffer(text.encode("ascii", "ignore"), np.uint8)
+    return np.where(np.isin(codes, KEPT), 1 + np.searchsorted(KEPT, codes), 0).astype(np.int32)
+
+
+def _library(name: str) -> str:
+    """The source of a module of Python's."""
+    return (Path(sysconfig.get_paths()["stdlib"]) / f"{name}.py").read_text("utf-8")
+
+
 def _characters() -> OptimizerTask:
     """Modules of Python's library, in its own characters; other modules are held out."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    kept = np.array([9, 10, *range(32, 127)])
 
     def windows(names: Sequence[str], count: int) -> np.ndarray:
-        text = "".join((library / f"{name}.py").read_text("utf-8") for name in names)
-        codes = np.frombuffer(text.encode("ascii", "ignore"), np.uint8)
-        ids = np.where(np.isin(codes, kept), 1 + np.searchsorted(kept, codes), 0).astype(np.int32)
+        ids = _symbols("".join(map(_library, names)))
         starts = np.linspace(0, len(ids) - WINDOW - 1, count).astype(int)
         return ids[starts[:, None] + np.arange(WINDOW + 1)]
 
     text, held_out = windows(READ, 8000), windows(HELD_OUT, 48)
-    create = partial(Transformer, tokens=WINDOW, width=64, outputs=len(kept) + 1)
+    create = partial(Transformer, tokens=WINDOW, width=64, outputs=len(KEPT) + 1)
     first, later = ((ids[:, :-1], ids[:, 1:]) for ids in (text, held_out))
     return _task("GPT, characters", create, _classes, first, later, 16, 48)._replace(num_steps=300)
+
+
+def _lines() -> OptimizerTask:
+    """Which module a line of Python's library is from; every tenth line is held out."""
+    ids: list[np.ndarray] = []
+    labels: list[int] = []
+    for label, name in enumerate(MODULES):
+        lines = dict.fromkeys(line.strip()[:WINDOW] for line in _library(name).splitlines())
+        ids += [
+            _symbols(f"{line:<{WINDOW}}") for line in lines if len(line) > 20 and line.isascii()
+        ]
+        labels += [label] * (len(ids) - len(labels))
+    every = np.arange(len(ids)) % 10 == 0
+    arrays = np.stack(ids), np.array(labels, np.int32)
+    first, later = (tuple(array[part] for array in arrays) for part in (~every, every))
+    sizes = {"tokens": WINDOW, "width": 48, "outputs": len(MODULES), "symbols": len(KEPT) + 1}
+    create = partial(Transformer, **sizes, read="mean")
+    return _task("lines to modules", create, _classes, first, later, 32)._replace(defaults=NEVER)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Spread(mj.optim.Prediction):
+    """Gaussian targets (N, D) whose standard deviations the network tells."""
+
+    mean: Array
+    scale: Array
+
+    def surprise(self, targets: Array) -> Array:
+        """-log p of the targets, nats, above that of the least standard deviation at the mean."""
+        z = (targets - self.mean) / self.scale
+        return jnp.sum(z**2 / 2 + jnp.log(self.scale / LEAST_SCALE), axis=-1)
+
+    def sampled_loss(self, key: Array) -> Array:
+        """The sum over sampled targets."""
+        noise = jax.random.normal(key, self.mean.shape, self.mean.dtype)
+        return jnp.sum(self.surprise(jax.lax.stop_gradient(self.mean + self.scale * noise)))
+
+
+def _spread(model: Any, x: Array, targets: Array) -> tuple[Array, mj.optim.Prediction]:
+    mean, free = jnp.split(model(x), 2, axis=-1)
+    prediction = _Spread(mean, LEAST_SCALE + nnx.softplus(free))
+    return prediction.surprise(targets).mean(), prediction
+
+
+def _photograph() -> OptimizerTask:
+    """Colours of a photograph of Scikit-learn by place, with spreads; other pixels are held out."""
+    image = load_sample_image("china.jpg")[::5, ::5].astype(np.float32)
+    colours = ((image - image.mean()) / image.std()).reshape(-1, 3)
+    places = 2 * np.argwhere(np.ones(image.shape[:2])) / image.shape[:2] - 1
+    angles = places @ np.random.default_rng(0).normal(0, 6, (2, 32))
+    waves = np.concatenate([np.sin(angles), np.cos(angles)], 1).astype(np.float32)
+    order = np.random.default_rng(1).permutation(len(waves))
+    first, later = ((waves[part], colours[part]) for part in (order[1000:], order[:1000]))
+    create = partial(_perceptron, widths=(64, 96, 96, 96, 6), activation=nnx.gelu)
+    return _task("photograph", create, _spread, first, later, 256, 1000)._replace(defaults=NEVER)
 
 
 def _mnist(name: str, create: Callable[[int], nnx.Module], patch: int, size: int) -> OptimizerTask:
@@ -163,7 +237,8 @@ def _series() -> OptimizerTask:
     later = slice(cut + LENGTH + FORECAST, None, 2)
     create = partial(Transformer, tokens=12, width=48, outputs=FORECAST, patch=8, read="all")
     parts = (past[:cut], future[:cut]), (past[later], future[later])
-    return _task("series, patches", create, _hours, *parts, 32, 1200)
+    task = _task("series, patches", create, _hours, *parts, 32, 1200)
+    return task._replace(defaults="not chosen on it, but looked at")
 
 
 def _autoencoder() -> OptimizerTask:
@@ -181,5 +256,7 @@ TASKS: dict[str, Callable[[], OptimizerTask]] = {
     "series": _series,
     "autoencoder": _autoencoder,
     "mlp": partial(_mnist, "MLP, mnist5k", _mlp, 28, 64),
+    "lines": _lines,
+    "photograph": _photograph,
 }
-"""Every task by name. The defaults of `kfac` and `cg_fac` were chosen on all but `series`."""
+"""Every task by name."""

@@ -61,6 +61,12 @@ def quadratic_form(factor: Factor, matrix: Array) -> Array:
     return jnp.sum(matrix * apply_curvature(factor, matrix))
 
 
+def any_weight(factors: Any) -> Array:
+    """Whether any factor of a tree has a weight."""
+    leaves = jax.tree.leaves(factors, is_leaf=lambda leaf: isinstance(leaf, Factor))
+    return jnp.asarray(sum(leaf.weight for leaf in leaves if isinstance(leaf, Factor))) > 0
+
+
 def averaged(averages: Factors, new: Factors, kept: Array, finite: Array) -> Factors:
     """The exponential averages, `kept` to that share, with one more factor each that has a weight.
 
@@ -108,16 +114,7 @@ def no_inverses(averages: Factors) -> Inverses:
     return pairs
 
 
-def refreshed(inverses: Inverses, factors: Factors, damping: Array, due: Array) -> Inverses:
-    """The inverses of the current averages where they are due, else the old ones."""
-
-    def invert() -> Inverses:
-        return {key: _inverted(factors[key], damping, old) for key, old in inverses.items()}
-
-    return jax.lax.cond(due, invert, lambda: inverses)
-
-
-def _inverted(factor: Factor, damping: Array, old: InversePair) -> InversePair:
+def inverted(factor: Factor, damping: Array, old: InversePair) -> InversePair:
     """The inverses of a group; the old ones of layers where new ones are not finite."""
     if isinstance(factor, KroneckerFactor):
         new = damped_inverses(factor.inputs, factor.outputs, damping)
@@ -146,9 +143,8 @@ def damped_inverses(inputs: Array, outputs: Array, damping: Array) -> InversePai
 
     def inverse(factor: Array, damping: Array) -> Array:
         trace = jnp.sum(diagonal_of(factor), axis=-1)
-        unit = jnp.finfo(trace.dtype).eps
-        least = jnp.where(trace > 0, LEAST_RELATIVE_DAMPING * unit * trace, 1)
-        added = jnp.maximum(damping.astype(trace.dtype), least)
+        least = LEAST_RELATIVE_DAMPING * jnp.finfo(trace.dtype).eps * trace
+        added = jnp.maximum(damping.astype(trace.dtype), jnp.where(trace > 0, least, 1))
         damped = factor + jnp.where(on_diagonal(factor.shape), added[:, None, None], 0)
         root = jax.vmap(linalg.inverse_root)(damped)
         return jnp.matmul(jnp.swapaxes(root, 1, 2), root)

@@ -30,7 +30,7 @@ class SecondOrderState(NamedTuple):
 
 def scale_by_kfac(
     *, blocks: Blocks, damping: Number | Schedule = 3e-4, decay: Number = 0.96,
-    curvature_every: int | Array = 5,
+    curvature_every: int | Array = 10,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The direction (A + ..)^-1 grad (G + ..)^-1 of K-FAC.
 
@@ -44,12 +44,10 @@ def scale_by_kfac(
     Args:
       blocks: `find_blocks(model)`. Other parameters go to another optimiser, by `for_model`;
         `optax.masked` would add their raw gradients to them.
-      damping: gamma, a number or a schedule; that of `adapt_damping` takes its place. Far above most
-        eigenvalues of F, the step is that of gradient descent.
+      damping: gamma, a number or a schedule; that of `adapt_damping` takes its place.
       decay: of the running averages of the factors, for each step, also those without curvature: .96
         reaches back 25 steps. 0 to use each batch on its own.
-      curvature_every: steps between new curvature, for `curvature_due`, and so between inversions; the
-        first few steps all have it.
+      curvature_every: steps between new curvature and inverses; the first so many all have them.
 
     Raises:
       ValueError: if a number is out of range, or (from init and update) parameters or factors do not
@@ -65,7 +63,7 @@ def scale_by_kfac(
 def scale_by_cg_fac(
     *, blocks: Blocks, damping: Number | Schedule = 3e-4, max_iterations: int | Array = 5,
     tolerance: Number = 0.1, precondition: bool = True, decay: Number = 0.96,
-    curvature_every: int | Array = 5,
+    curvature_every: int | Array = 10,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The direction x of (F + damping I) x = grad, by conjugate gradients: F is not formed or inverted.
 
@@ -102,22 +100,27 @@ def _scale_by_curvature(
             for key, each in blocks.groups_of(params, given).items()
         }
         inverses = curvature.no_inverses(none if inverts else {})
-        # Every array is a new one, because an array can be donated only once.
         last = LastStep(*(jnp.zeros((), jnp.float32) for _ in LastStep._fields))
-        due = jnp.ones((), bool)
-        return SecondOrderState(none, jnp.int32(0), jnp.int32(0), due, inverses, last)
+        return SecondOrderState(none, jnp.int32(0), jnp.int32(0), jnp.bool_(True), inverses, last)
 
     def update(updates: Any, state: SecondOrderState, params: Any = None, **extra: Any) -> Any:
         groups = blocks.groups_of(updates, given)
-        new, finite = blocks.stack_factors(groups, extra.get("factors"))
+        gamma = extra.get("damping", current(damping, state.steps))
         kept = jnp.asarray(decay, jnp.float32) ** (state.age + 1)
-        factors = curvature.averaged(state.factors, new, kept, finite)
-        fresh = finite & jnp.any(jnp.stack([factor.weight > 0 for factor in new.values()]))
+
+        def renewed(_: Any, old: Any) -> tuple[Factors, curvature.Inverses, Array]:
+            new, fresh = blocks.stack_factors(groups, extra.get("factors"))
+            factors = curvature.averaged(old[0], new, kept, fresh)
+            pairs = {k: curvature.inverted(factors[k], gamma, pair) for k, pair in old[1].items()}
+            return factors, pairs, fresh
+
+        # A loop of one round or none: a conditional would copy what a step without curvature leaves.
+        rounds = curvature.any_weight(extra.get("factors")).astype(jnp.int32)
+        old = state.factors, state.inverses, jnp.bool_(False)
+        factors, inverses, fresh = jax.lax.fori_loop(0, rounds, renewed, old)
         known = jnp.all(jnp.stack([factor.weight > 0 for factor in factors.values()]))
         steps, every = state.steps + known, jnp.asarray(curvature_every, jnp.int32)
         due = (steps < every) | (steps % every == 0) | ~known
-        gamma = extra.get("damping", current(damping, state.steps))
-        inverses = curvature.refreshed(state.inverses, factors, gamma, fresh & known)
 
         def direction(key: str, grad: Array) -> Array:
             factor = factors[key]
@@ -180,7 +183,7 @@ def kfac(
     learning_rate: Number | Schedule = 1.0, *, blocks: Blocks,
     damping: Number | Schedule | None = None, kl_bound: Number | Schedule | None = None,
     momentum: Number = 0.8, weight_decay: Number = 0.0, decay: Number = 0.96,
-    curvature_every: int | Array = 5,
+    curvature_every: int | Array = 10,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Kronecker-factored approximate curvature, without tuning.
 
@@ -212,7 +215,7 @@ def cg_fac(
     damping: Number | Schedule | None = None, kl_bound: Number | Schedule | None = None,
     momentum: Number = 0.8, weight_decay: Number = 0.0, max_iterations: int | Array = 5,
     tolerance: Number = 0.1, precondition: bool = True, decay: Number = 0.96,
-    curvature_every: int | Array = 5,
+    curvature_every: int | Array = 10,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The natural gradient by conjugate gradients: `kfac` with `scale_by_cg_fac` in its chain.
 

@@ -61,13 +61,13 @@ def test_an_operator_without_curvature_is_left_alone(bad):
 
 def test_an_inversion_that_fails_leaves_the_old_inverse():
     """Of its layer alone."""
-    inputs, outputs = jnp.tile(jnp.eye(5), (2, 1, 1)), jnp.ones((2, 1, 1))
-    factor = optim.KroneckerFactor(inputs, outputs, jnp.ones(()))
-    bad = {"": factor._replace(inputs=factor.inputs.at[1, 3, 3].set(-1.0))}
-    old, yes = curvature.no_inverses(bad), jnp.ones((), bool)
-    new = curvature.refreshed(old, bad, jnp.float32(0.01), yes)
-    np.testing.assert_allclose(new[""].inputs[0], np.eye(5) / 1.1, rtol=1e-6)
-    assert not np.any(new[""].inputs[1])
+    factor = optim.KroneckerFactor(
+        jnp.tile(jnp.eye(5), (2, 1, 1)), jnp.ones((2, 1, 1)), jnp.ones(())
+    )
+    bad = factor._replace(inputs=factor.inputs.at[1, 3, 3].set(-1.0))
+    new = curvature.inverted(bad, jnp.float32(0.01), curvature.no_inverses({"": bad})[""])
+    np.testing.assert_allclose(new.inputs[0], np.eye(5) / 1.1, rtol=1e-6)
+    assert not np.any(new.inputs[1])
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="others call their own library")
@@ -80,9 +80,9 @@ def test_calls_of_lapack():
         return set(re.findall(r"@lapack_.* : \(tensor<(.*?)x[a-z]", jax.jit(fn).lower().as_text()))
 
     assert not calls(lambda: curvature.damped_inverses(factor, factor, jnp.ones(())))
-    table = {"table": optim.EmbeddingFactor(factor[0], factor, jnp.ones(()))}
-    start, yes = curvature.no_inverses(table), jnp.ones((), bool)
-    assert calls(lambda: curvature.refreshed(start, table, 1.0, yes)) == {"5x5"}
+    table = optim.EmbeddingFactor(factor[0], factor, jnp.ones(()))
+    start = curvature.no_inverses({"": table})[""]
+    assert calls(lambda: curvature.inverted(table, jnp.ones(()), start)) == {"5x5"}
 
 
 @pytest.mark.parametrize("make", [optim.kfac, optim.cg_fac])
