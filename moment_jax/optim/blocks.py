@@ -21,6 +21,9 @@ from moment_jax.optim.curvature import DiagonalFactor, EmbeddingFactor, Kronecke
 Shape = tuple[int, ...]
 
 LEAST = 64  # a shorter side counts as one of this length
+MOST_RATIO = (
+    4.5  # of sides, up to which a layer is whole: those of Transformers take 6 % more steps cut
+)
 
 
 def path_name(path: tuple[Any, ...]) -> str:
@@ -40,9 +43,9 @@ class LayerBlock:
     """The parameters of one layer as a (rows, columns) matrix, or a stack of such matrices.
 
     Rows are those of a dense layer's kernel, then its bias; the symbols of an embedding; the gains and
-    the biases of a normalisation, either of which may be missing. A dense layer that is not square is
-    cut into parts that are about square, padded by zeros, which count as layers of their own: factors of
-    the whole would be many times as large as it.
+    the biases of a normalisation, either of which may be missing. A dense layer with a
+    side much longer than the other is cut into parts, about square and padded by zeros, which count as
+    layers of their own: its factors would be many times as large as the layer.
     """
 
     name: str  # path of the layer in the model, joined by "/"
@@ -60,10 +63,12 @@ class LayerBlock:
     @property
     def parts(self) -> tuple[int, int]:
         """How many parts stand below each other and side by side; one of them is 1."""
-        if self.factor is not KroneckerFactor:
-            return 1, 1
-        ratio = max(self.rows, LEAST) / max(self.columns, LEAST)
-        return max(round(ratio), 1), max(round(1 / ratio), 1)
+
+        def number(side: int, other: int) -> int:
+            ratio = side / max(other, LEAST)
+            return round(ratio) if ratio > MOST_RATIO and self.factor is KroneckerFactor else 1
+
+        return number(self.rows, self.columns), number(self.columns, self.rows)
 
     @property
     def part(self) -> tuple[int, int]:

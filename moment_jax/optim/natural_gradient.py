@@ -30,7 +30,7 @@ class SecondOrderState(NamedTuple):
 
 def scale_by_kfac(
     *, blocks: Blocks, damping: Number | Schedule = 3e-4, decay: Number = 0.96,
-    curvature_every: int | Array = 10,
+    curvature_every: int | Array = 5,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The direction (A + ..)^-1 grad (G + ..)^-1 of K-FAC.
 
@@ -63,7 +63,7 @@ def scale_by_kfac(
 def scale_by_cg_fac(
     *, blocks: Blocks, damping: Number | Schedule = 3e-4, max_iterations: int | Array = 5,
     tolerance: Number = 0.1, precondition: bool = True, decay: Number = 0.96,
-    curvature_every: int | Array = 10,
+    curvature_every: int | Array = 5,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The direction x of (F + damping I) x = grad, by conjugate gradients: F is not formed or inverted.
 
@@ -183,7 +183,7 @@ def kfac(
     learning_rate: Number | Schedule = 1.0, *, blocks: Blocks,
     damping: Number | Schedule | None = None, kl_bound: Number | Schedule | None = None,
     momentum: Number = 0.8, weight_decay: Number = 0.0, decay: Number = 0.96,
-    curvature_every: int | Array = 10,
+    curvature_every: int | Array = 5,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Kronecker-factored approximate curvature, without tuning.
 
@@ -215,7 +215,7 @@ def cg_fac(
     damping: Number | Schedule | None = None, kl_bound: Number | Schedule | None = None,
     momentum: Number = 0.8, weight_decay: Number = 0.0, max_iterations: int | Array = 5,
     tolerance: Number = 0.1, precondition: bool = True, decay: Number = 0.96,
-    curvature_every: int | Array = 10,
+    curvature_every: int | Array = 5,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The natural gradient by conjugate gradients: `kfac` with `scale_by_cg_fac` in its chain.
 
