@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "decoding": {"covariance", "objectives", "discrete"},
     "nn": {"xla", "covariance", "expectations", "posterior", "layers", "propagation", "objectives"},
     "brownian": {"xla", "linalg", "covariance"},
-    # optim taps the inputs of Flax's layers and of those in nn, so it stands above nn.
+    # optim takes a Bayesian of nn at its means, so it stands above nn.
     "optim": {"xla", "linalg", "posterior", "layers", "nn"},
     "parallel": {"covariance"},
     "inference": {"covariance", "posterior", "propagation", "objectives", "nn", "optim"},
