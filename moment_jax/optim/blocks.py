@@ -152,7 +152,7 @@ def groups_of(tree: Any, blocks: Blocks) -> Groups:
     for path in shapes:
         raise ValueError(
             f"Parameter {path!r} belongs to no layer with curvature factors. Leave it to another "
-            "optimiser: mj.optim.for_model(model, ...) gives it to Adam, by optax.partition."
+            "optimiser: mj.optim.for_model gives it to Adam, by optax.partition."
         )
     return groups
 

@@ -82,8 +82,13 @@ def find_blocks(
     beliefs, and weights that are certain.
 
     Arguments are those of `value_grad_and_factors`. Shapes are enough, such as `nnx.eval_shape` of the
-    model, or `jax.ShapeDtypeStruct`. ValueError without any block.
+    model, or `jax.ShapeDtypeStruct`. ValueError without any block, TypeError for what is no such loss.
     """
+    if isinstance(loss_fn, nnx.Module) or not callable(loss_fn):
+        came = type(loss_fn).__name__
+        raise TypeError(
+            f"Layers are found in a loss: give (loss, model, *batch). Got {came} first."
+        )
     graph, state = nnx.split(model)
     found: list[Layers] = []
 

@@ -46,9 +46,7 @@ class View:
         return View(self.leaf, self.shape[1:], dummies, self.steps, (*self.lead, self.shape[0]))
 
 
-Seen = list[
-    Any
-]  # what each array is: a view, the output of a layer as (view, axes of columns), or None
+Seen = list[Any]  # what each array is: a view, a layer's output as (view, axes of columns), or None
 
 
 class Layers:
@@ -110,8 +108,8 @@ class Layers:
         results = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(p))
         if eqn.primitive.multiple_results:
             return results, found
-        for i, view in enumerate(seen):
-            if name in PRODUCTS and isinstance(view, View) and view.shape == np.shape(values[i]):
+        for i, view in enumerate(map(_whole, seen, values)):
+            if name in PRODUCTS and view:
                 layer = PRODUCTS[name](eqn, values, i)
                 output, of = self._layer(view, results, *layer) if layer else (results, None)
                 return [output], [of]
@@ -125,10 +123,7 @@ class Layers:
             for outside, within in ((eqn.invars, inner.invars), (eqn.outvars, inner.outvars))
         )
         rows, fixed = values[end:], values[: end - carry]
-        views = [
-            v if isinstance(v, View) and v.shape == x.shape else None
-            for v, x in zip(seen[end:], rows, strict=True)
-        ]
+        views = list(map(_whole, seen[end:], rows))
 
         def step(state: Any, over: Any) -> Any:
             each = [v and v.row(x) for v, x in zip(views, over[1], strict=True)]
@@ -196,6 +191,11 @@ class Layers:
         return self.found.get(view.leaf) is layer
 
 
+def _whole(x: Any, value: Any) -> View | None:
+    """A view that is not repeated."""
+    return x if isinstance(x, View) and x.shape == np.shape(value) else None
+
+
 def _moved(eqn: Any, x: Any) -> Any:
     """What the result of an operation is, if it rearranges a parameter or an output."""
     name, p, after = eqn.primitive.name, eqn.params, eqn.outvars[0].aval.shape
@@ -237,10 +237,9 @@ def _conv(eqn: Any, values: list[Any], i: int) -> Any:
         return None
     outputs, *inputs = spec.rhs_spec
     sizes = [values[1].shape[axis] for axis in inputs[1:]]
-    options = {key: p[key] for key in ("window_strides", "padding", "lhs_dilation", "rhs_dilation")}
-    patches = jax.lax.conv_general_dilated_patches(
-        values[0], sizes, dimension_numbers=spec, **options
-    )
+    same = "window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers"
+    options = {key: p[key] for key in same}
+    patches = jax.lax.conv_general_dilated_patches(values[0], sizes, **options)
     rows = jnp.moveaxis(patches, spec.out_spec[1], -1)
     rows = rows.reshape(1, -1, rows.shape[-1])
     return KroneckerFactor, rows, (*inputs, outputs), 0, (spec.out_spec[1],)

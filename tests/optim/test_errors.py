@@ -95,6 +95,7 @@ VALUE_ERRORS = [
     (partial(captured, model=IDLE), "find_blocks.*Dropout"),
 ]
 TYPE_ERRORS = [
+    (partial(optim.for_model, Perceptron(), optim.cg_fac), "loss, model, .*Got Perceptron first"),
     (partial(captured, lambda *args: classify(*args)[0]), "CategoricalPrediction"),
     *(
         (partial(optim.for_model, classify, Perceptron(), *BATCH, method=method), NEEDS_BLOCKS)
