@@ -92,16 +92,17 @@ class Layers:
         return lambda *args: self._run(body, consts, args, seen)[0]
 
     def _equation(self, eqn: Any, values: list[Any], seen: Seen) -> tuple[list[Any], Seen]:
-        name, p, found = eqn.primitive.name, eqn.params, [None] * len(eqn.outvars)
+        p, found = eqn.params, [None] * len(eqn.outvars)
+        name = eqn.primitive.name if any(seen) else None  # without parameters, as it is
         if name in ("jit", "pjit"):
             return self._run(p["jaxpr"].jaxpr, p["jaxpr"].consts, values, seen)
-        if any(seen) and name in ("remat2", "checkpoint"):
+        if name in ("remat2", "checkpoint"):
             options = {key: p[key] for key in ("policy", "prevent_cse")}
             return jax.checkpoint(self._inside(p["jaxpr"], seen), **options)(*values), found
-        if any(seen) and name == "cond":
+        if name == "cond":
             branches = [self._inside(branch, seen[1:]) for branch in p["branches"]]
             return jax.lax.switch(values[0], branches, *values[1:]), found
-        if any(seen) and name == "scan":
+        if name == "scan":
             return self._scan(eqn, values, seen), found
         if name in ("add", "sub", "mul", "div"):
             values = [self._on_rows(eqn, values[i], seen[i], seen[1 - i]) for i in range(2)]
@@ -109,11 +110,11 @@ class Layers:
         if eqn.primitive.multiple_results:
             return results, found
         for i, view in enumerate(map(_whole, seen, values)):
-            if name in PRODUCTS and view:
+            if view and name in PRODUCTS:
                 layer = PRODUCTS[name](eqn, values, i)
                 output, of = self._layer(view, results, *layer) if layer else (results, None)
                 return [output], [of]
-        return [results], [_moved(eqn, seen[0]) if any(seen) else None]
+        return [results], [_moved(eqn, seen[0]) if name else None]
 
     def _scan(self, eqn: Any, values: list[Any], seen: Seen) -> list[Any]:
         p, inner = eqn.params, eqn.params["jaxpr"].jaxpr
@@ -164,15 +165,12 @@ class Layers:
         if not isinstance(view, View):
             return value
         shape, size = eqn.outvars[0].aval.shape, math.prod(view.shape)
-        vector = len(view.steps[0][0]) == len(view.lead) + 1 and 1 < size < math.prod(shape)
+        vector = len(view.steps[0][0]) == len(view.lead) + 1 and size in view.shape
+        vector = vector and size > 1 and len(shape) > 1
         if (eqn.primitive.name == "add" and self._is_bias(view, other, shape)) or not vector:
             return value
-        each, order, axis = (
-            jnp.broadcast_to(value, shape),
-            range(len(shape)),
-            view.shape.index(size),
-        )
-        return self._layer(view, each, DiagonalFactor, 0.0, order, 0, (axis,))[0]
+        each, columns = jnp.broadcast_to(value, shape), (view.shape.index(size),)
+        return self._layer(view, each, DiagonalFactor, 0.0, range(len(shape)), 0, columns)[0]
 
     def _is_bias(self, view: View, other: Any, shape: Shape) -> bool:
         """Whether a sum adds the bias of a dense layer, which gets it if it has none."""

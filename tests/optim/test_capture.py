@@ -248,6 +248,13 @@ def test_the_model_stays_and_its_statistics_move():
     close(model.layers[0].mean[...], 0.01 * x.mean(axis=0), 1e-5)  # by one step, not by two
 
 
+def test_layers_are_those_of_any_batch():
+    model = nnx.Sequential(nnx.LayerNorm(4, **OPTIONS), nnx.Linear(4, CLASSES, **OPTIONS))
+    one, more = (optim.find_blocks(classify, model, *dense_batch(n)) for n in (1, N))
+    assert one == more
+    assert len(one) == 3
+
+
 class Deep(nnx.Module):
     """Layers of one kind, stacked and scanned with rematerialisation."""
 
