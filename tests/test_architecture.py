@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "discrete": {"covariance", "layers"},
     "decoding": {"covariance", "objectives", "discrete"},
     "nn": MOMENTS | {"xla", "expectations", "layers", "progress"},
-    # optim taps the inputs of Flax's layers and of those in nn, so it stands above nn.
+    # optim takes a Bayesian of nn at its means, so it stands above nn.
     "optim": {"xla", "linalg", "posterior", "layers", "nn"},
     "parallel": {"covariance"},
     "inference": MOMENTS | {"nn", "optim", "progress"},

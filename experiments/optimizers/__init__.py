@@ -104,7 +104,9 @@ class Training:
 
     def _optimizer(self, rate: Any) -> optax.GradientTransformationExtraArgs:
         if self.method in SECOND:
-            return mj.optim.for_model(self.task.create(0), SECOND[self.method])
+            task, method = self.task, SECOND[self.method]
+            batch = task.batch(jax.random.key(0), jax.numpy.int32(0))
+            return mj.optim.for_model(task.loss, task.create(0), *batch, method=method)
         total = self.num_steps
         shape = optax.warmup_cosine_decay_schedule(0.0, 1.0, total // 20, total)
         rates = [lambda step, most=most: most * shape(step + 1) for most in (rate, ADAM_RATE)]

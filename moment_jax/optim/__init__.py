@@ -1,11 +1,11 @@
-"""Second-order updates as Optax transformations, for any Flax NNX model."""
+"""Second-order updates as Optax transformations, for any JAX network."""
 
 from moment_jax.optim.adaptation import adapt_damping, trust_region, undo_bad_steps
-from moment_jax.optim.blocks import find_blocks
 from moment_jax.optim.capture import (
     CategoricalPrediction,
     NormalPrediction,
     Prediction,
+    find_blocks,
     value_grad_and_factors,
 )
 from moment_jax.optim.curvature import DiagonalFactor, EmbeddingFactor, KroneckerFactor

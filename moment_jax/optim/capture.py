@@ -1,14 +1,11 @@
 """Value, gradient and curvature factors of a loss that tells the predictive distribution.
 
-A copy of the model has tapped layers: of subclasses made here, which report their curvature through an
-observing identity at their output, with dummy arguments as variables of their own, with which the model
-does what it does with its layers (remat, scan, vmap, jit). In place of an `mj.Bayesian` the copy holds
-its plain network at the means: how means enter the covariance of the output is ignored.
+The prediction is traced, with the plain network at the means in the place of an `mj.Bayesian`: how means
+enter the covariance of its output is ignored. `taps.py` observes its layers.
 """
 
 import abc
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,12 +17,10 @@ from flax import nnx
 from jax import Array
 
 from moment_jax.nn.bayesian import Bayesian
-from moment_jax.optim import blocks as layers
 from moment_jax.optim import curvature
 from moment_jax.optim.blocks import Blocks, LayerBlock
 from moment_jax.optim.curvature import Factor, Factors
-
-Report = Callable[[Array, Array], Factor]  # inputs (N, T, in) and output gradients (N, T, out)
+from moment_jax.optim.taps import Layers
 
 
 class Prediction(abc.ABC):
@@ -75,6 +70,63 @@ class NormalPrediction(Prediction):
         return jnp.sum((target - self.mean) ** 2) / (2 * self.scale**2)
 
 
+def find_blocks(
+    loss_fn: Callable[..., Any], model: Any, *batch: Any, wrt: Any = nnx.Param
+) -> Blocks:
+    """The curvature blocks of a model: one for each layer that the loss uses.
+
+    A layer is a product with a trained parameter, by whatever function: of a dense layer or an ungrouped
+    convolution, with its bias; a lookup of rows in a table; or a vector that multiplies each row or is
+    added to it, such as the gain of a norm. Parameters may be reshaped, transposed and cast before, and
+    layers scanned over. The first use of a parameter counts. Of an `mj.Bayesian` it is the means of
+    beliefs, and weights that are certain.
+
+    Arguments are those of `value_grad_and_factors`. Shapes are enough, such as `nnx.eval_shape` of the
+    model, or `jax.ShapeDtypeStruct`. ValueError without any block, TypeError for what is no such loss.
+    """
+    if isinstance(loss_fn, nnx.Module) or not callable(loss_fn):
+        came = type(loss_fn).__name__
+        raise TypeError(
+            f"Layers are found in a loss: give (loss, model, *batch). Got {came} first."
+        )
+    graph, state = nnx.split(model)
+    found: list[Layers] = []
+
+    def find(state: Any, batch: Any) -> None:
+        found.append(layers_of(loss_fn, nnx.merge(graph, state), batch, wrt))
+
+    jax.eval_shape(find, state, batch)
+    return found[0].blocks
+
+
+def layers_of(loss_fn: Any, model: Any, batch: Any, wrt: Any) -> Layers:
+    """The layers of the prediction of a loss, of a Bayesian network at its means."""
+
+    def predict(model: Any) -> Prediction:
+        for _, node in list(nnx.iter_graph(model)):
+            if isinstance(node, Bayesian):
+                node.make_certain(node.at_means())
+        result = loss_fn(model, *batch)
+        value, prediction = result if isinstance(result, tuple) else (result, None)
+        if not isinstance(prediction, Prediction):
+            raise TypeError(
+                "The Fisher matrix needs the predictive distribution: let the loss return (loss, "
+                "prediction) with a prediction such as mj.optim.CategoricalPrediction(logits). Got "
+                f"{type(prediction).__name__}."
+            )
+        if jnp.shape(value):
+            raise ValueError(f"The loss must be a scalar. Got {jnp.shape(value)}; take its mean.")
+        return prediction
+
+    layers = Layers(predict, model, wrt)
+    if not layers.blocks:
+        raise ValueError(
+            "A second-order method needs products with trained parameters, see mj.optim.find_blocks. "
+            f"Got {type(model).__name__} without any."
+        )
+    return layers
+
+
 def value_grad_and_factors(
     loss_fn: Callable[..., Any], *, wrt: Any = nnx.Param, dtype: jnp.dtype | type = jnp.float32
 ) -> Callable[..., tuple[Array, Any, Factors]]:
@@ -97,50 +149,32 @@ def value_grad_and_factors(
       wrt: filter of the parameters to differentiate by.
       dtype: of the summed statistics.
 
-    TypeError if the loss returns no prediction, ValueError if it is no scalar or does not call a layer.
+    TypeError if the loss returns no prediction, ValueError if it is no scalar or has no layer.
     """
     dtype = jnp.dtype(dtype)
 
-    def evaluate(model: nnx.Module, batch: tuple[Any, ...]) -> tuple[Array, Prediction]:
-        result = loss_fn(model, *batch)
-        value, prediction = result if isinstance(result, tuple) else (result, None)
-        if not isinstance(prediction, Prediction):
-            raise TypeError(
-                "The Fisher matrix needs the predictive distribution: let the loss return (loss, "
-                "prediction) with a prediction such as mj.optim.CategoricalPrediction(logits). Got "
-                f"{type(prediction).__name__}."
-            )
-        if jnp.shape(value):
-            raise ValueError(f"The loss must be a scalar. Got {jnp.shape(value)}; take its mean.")
-        return value, prediction
-
     def compute(
-        model: nnx.Module, *batch: Any, key: Array | None = None, when: Array | None = None
+        model: Any, *batch: Any, key: Array | None = None, when: Array | None = None
     ) -> tuple[Array, Any, Factors]:
-        blocks = layers.find_blocks(model, wrt)
-        copy: Any = nnx.merge(*nnx.split(model), copy=True)  # before the loss changes the model
-        called = tap(copy, blocks, dtype)
-        split: Any = nnx.split(copy, CurvatureTap, ...)  # mypy miscounts it
-        graph, taps, rest = split
-        differ = nnx.value_and_grad(lambda m: evaluate(m, batch)[0], argnums=nnx.DiffState(0, wrt))
+        layers = layers_of(loss_fn, model, batch, wrt)  # before the loss changes the model
+        blocks = layers.blocks
+        differ = nnx.value_and_grad(lambda m: loss_fn(m, *batch)[0], argnums=nnx.DiffState(0, wrt))
         value, grads = differ(model)
 
-        def sampled_loss(taps: Any) -> tuple[Array, int]:
-            prediction = evaluate(nnx.merge(graph, taps, rest, copy=True), batch)[1]
+        def sampled_loss(dummies: Any) -> tuple[Array, int]:
+            prediction = layers(dummies)
             # Of the bits of the loss: new at each step, the same in each run.
             bits = jax.lax.bitcast_convert_type(value.astype(jnp.float32), jnp.uint32)
             drawn = jax.random.fold_in(jax.random.key(0), bits) if key is None else key
             return prediction.sampled_loss(drawn), prediction.num_examples
 
         def factors() -> Factors:
-            sums, num_examples = jax.grad(sampled_loss, has_aux=True)(taps)
-            for block in blocks:
-                if block.name not in called:
-                    raise ValueError(
-                        f"The loss does not call layer {block.name!r}, so it has no curvature. Leave "
-                        f"its parameters ({', '.join(block.leaves)}) out of `wrt`, or call it."
-                    )
-            return reported_factors(blocks, sums, num_examples)
+            dummies = {
+                block.name: block.no_factor(dtype, *block.lead, counts=block.stack)
+                for block in blocks
+            }
+            sums, num_examples = jax.grad(sampled_loss, has_aux=True)(dummies)
+            return {block.name: averaged(block, sums[block.name], num_examples) for block in blocks}
 
         if when is None:
             return value, grads, factors()
@@ -150,109 +184,12 @@ def value_grad_and_factors(
     return compute
 
 
-# -- what a tapped layer reports -----------------------------------------------------------------------
-
-
-class CurvatureTap(nnx.Param):
-    """A dummy argument; a `nnx.Param`, so that a model that scans over its parameters scans over it."""
-
-    def __getitem__(self, key: Any) -> Any:
-        """All of it for `[...]`, also where it is a tuple of arrays."""
-        return self.get_value() if key is Ellipsis else super().__getitem__(key)
-
-
-def tap(model: nnx.Module, blocks: Blocks, dtype: jnp.dtype) -> set[str]:
-    """Make the layers of a copy report, in place; those that did, by name, once a pass is traced."""
-    networks: list[tuple[Bayesian, Any]] = []
-    names, called = {block.name for block in blocks}, set[str]()
-
-    def at_means(bayesian: Bayesian) -> Any:
-        networks.append((bayesian, bayesian.at_means()))
-        return networks[-1][1]
-
-    for layer, block in list(layers.observed(model, at_means)):
-        if block.name in names:
-            # Flax's own assignment would look for variables in the class.
-            object.__setattr__(layer, "__class__", _tapped(layer.__class__))
-            layer.report = functools.partial(_report, block, dtype, called)
-            zeros: Any = jnp.zeros(block.stack, dtype)
-            layer.tap = CurvatureTap(block.no_factor(dtype, *block.lead)._replace(weight=zeros))
-    for bayesian, network in networks:
-        bayesian.make_certain(network)
-    return called
-
-
-@functools.cache
-def _tapped(cls: Any) -> type:
-    """A subclass whose instances report on their calls."""
-    arrange = layers.ARRANGE[layers.known(cls)]
-
-    def call(self: Any, inputs: Array, *args: Any, **kwargs: Any) -> Array:
-        output = cls.__call__(self, inputs, *args, **kwargs)
-        rows, observed = arrange(self, inputs, output)
-        rows = jax.lax.stop_gradient(rows)
-        return observe(self.report, observed, rows, self.tap.get_value()).reshape(output.shape)
-
-    return type(f"Tapped{cls.__name__}", (cls,), {"__call__": call})
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def observe(report: Report, output: Array, inputs: Array, dummies: Any) -> Array:
-    """The output; its backward pass returns report(inputs, gradients) as the cotangent of the dummies.
-
-    JAX treats that like the gradient of any parameter: it is summed over vmap, scan, remat and devices.
-    """
-    return output
-
-
-observe.defvjp(
-    lambda _report, output, inputs, _dummies: (output, inputs),
-    lambda report, inputs, grads: (grads, None, report(inputs, grads)),
-)
-
-
-def _report(
-    block: LayerBlock, dtype: jnp.dtype, called: set[str], inputs: Array, grads: Array
-) -> Factor:
-    """What the backward pass of a layer returns: a factor of sums over rows, its weight their number."""
-    called.add(block.name)
-    grads = grads.astype(dtype)
-    # Ones that depend on the gradients: under vmap, constant ones would count a single example.
-    ones = ((grads[..., 0] == 0) | True).astype(dtype)
-    g, count = grads.reshape(-1, grads.shape[-1]), jnp.sum(ones)
-    if block.factor is curvature.EmbeddingFactor:
-        seen = jnp.zeros((block.rows,), dtype).at[inputs.reshape(-1)].add(ones.reshape(-1))
-        return curvature.EmbeddingFactor(seen, g.T @ g, count)
-    a = inputs.reshape(-1, inputs.shape[-1]).astype(dtype)
-    if block.factor is curvature.DiagonalFactor:
-        by_leaf = {"scale": g * a, "bias": g}
-        each = [by_leaf[leaf.removesuffix("/mean").rpartition("/")[2]] for leaf in block.leaves]
-        return curvature.DiagonalFactor(jnp.stack([jnp.sum(x**2, axis=0) for x in each]), count)
-    a = jnp.pad(a, ((0, 0), (0, len(block.leaves) - 1)), constant_values=1)  # for the bias
-
-    def grams(rows: Array, parts: int, size: int) -> Array:
-        """Of each part of the rows, or of all of them for each part of the matrix."""
-        cut = jnp.pad(rows, ((0, 0), (0, parts * size - rows.shape[1]))).reshape(-1, parts, size)
-        each = jnp.einsum("npi,npj->pij", cut, cut)
-        return jnp.broadcast_to(each if lead else each[0], (*lead, size, size))
-
-    lead = block.lead[len(block.stack) :]
-    by_inputs, by_outputs = map(grams, (a, g), block.parts, block.part)
-    return curvature.KroneckerFactor(by_inputs, by_outputs, count)
-
-
-def reported_factors(blocks: Blocks, taps: Any, num_examples: int) -> Factors:
-    """The factors of the layers, from the cotangent of the taps."""
-    variables = layers.flatten(taps, lambda x: isinstance(x, CurvatureTap))
-    sums = {path.rpartition("/")[0] or "model": tap.get_value() for path, tap in variables.items()}
-
-    def factor(block: LayerBlock, sums: Factor) -> Factor:
-        arrays = [x.reshape(block.count, *x.shape[len(block.lead) :]) for x in sums[:-1]]
-        count = jnp.repeat(sums.weight.reshape(-1), math.prod(block.parts))
-        # Of two arrays, the first is an average over rows; the last is a sum divided by N.
-        if block.factor is not curvature.DiagonalFactor:
-            arrays[0] = jax.vmap(jnp.divide)(arrays[0], jnp.maximum(count, 1))
-        arrays[-1] = arrays[-1] / num_examples
-        return block.factor(*arrays, jnp.ones((), count.dtype))
-
-    return {block.name: factor(block, sums[block.name]) for block in blocks}
+def averaged(block: LayerBlock, sums: Factor, num_examples: int) -> Factor:
+    """The factor of a layer, from what was reported."""
+    arrays = [x.reshape(block.count, *x.shape[len(block.lead) :]) for x in sums[:-1]]
+    count = jnp.repeat(sums.weight.reshape(-1), math.prod(block.parts))
+    # Of two arrays, the first is an average over rows; the last is a sum divided by N.
+    if block.factor is not curvature.DiagonalFactor:
+        arrays[0] = jax.vmap(jnp.divide)(arrays[0], jnp.maximum(count, 1))
+    arrays[-1] = arrays[-1] / num_examples
+    return block.factor(*arrays, jnp.ones((), count.dtype))

@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 from jax import Array
 
-from moment_jax.optim import adaptation, blocks, curvature
+from moment_jax.optim import adaptation, blocks, capture, curvature
 from moment_jax.optim.adaptation import LastStep, Number, Schedule, check_range, current
 from moment_jax.optim.blocks import Blocks, Matrices
 from moment_jax.optim.curvature import Factors
@@ -42,7 +42,7 @@ def scale_by_kfac(
     that are not finite or of weight 0 are left out; without any yet, the direction is zero.
 
     Args:
-      blocks: `find_blocks(model)`. Other parameters go to another optimiser, by `for_model`;
+      blocks: of `find_blocks`. Other parameters go to another optimiser, by `for_model`;
         `optax.masked` would add their raw gradients to them.
       damping: gamma, a number or a schedule; that of `adapt_damping` takes its place.
       decay: of the running averages of the factors, for each step, also those without curvature: .96
@@ -259,18 +259,21 @@ def _chain(
 
 
 def for_model(
-    model: nnx.Module, method: Callable[..., optax.GradientTransformation] = kfac, *,
-    others: optax.GradientTransformation | None = None, wrt: Any = nnx.Param,
+    loss_fn: Callable[..., Any], model: Any, *batch: Any, wrt: Any = nnx.Param,
+    method: Callable[..., optax.GradientTransformation] = kfac,
+    others: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The `optax.partition` of all parameters of a model: layers by curvature, the others by Adam.
 
     Others are positions, and of an `mj.Bayesian` spreads of beliefs, learned priors and noise.
 
     Args:
-      model: an NNX module, an `mj.Bayesian`, or a module of such; `nnx.eval_shape` of it is enough.
-      method: called as method(blocks=...): `kfac` (default), `cg_fac`, or a functools.partial of either.
+      loss_fn: that of `value_grad_and_factors`, in which the layers are found.
+      model: an NNX module, an `mj.Bayesian`, a module of such, or a tree of parameters, such as linen's.
+      batch: arguments of the loss; of these and of the model shapes are enough, see `find_blocks`.
       others: None for Adam with a learning rate of 1e-2; gradients that are not finite are zero to it.
         The spreads of a Bayesian model start far from where they end: give `optax.adam(0.1)`.
+      method: called as method(blocks=...): `kfac` (default), `cg_fac`, or a functools.partial of either.
       wrt: filter of the trained parameters.
 
     ValueError if no layer of the model has curvature factors, TypeError if `method` takes no `blocks`.
@@ -283,7 +286,7 @@ def for_model(
             f"functools.partial(mj.optim.kfac, momentum=0.5). Got {method!r}. First-order methods such "
             "as Adam go by themselves, or into others=."
         ) from error
-    found = blocks.find_blocks(model, wrt)
+    found = capture.find_blocks(loss_fn, model, *batch, wrt=wrt)
     in_layers = {leaf for block in found for leaf in block.leaves}
 
     def label(params: Any) -> Any:

@@ -187,7 +187,7 @@ def test_a_loss_falls_without_a_setting(make):
         (regress, 1e3, 1.0),
     ):
         model, (x, labels) = Perceptron(), dense_batch(n=24)
-        blocks, params, values = optim.find_blocks(model), pure(model), []
+        blocks, params, values = optim.find_blocks(classify, model, x, labels), pure(model), []
         y = labels if loss is classify else scale**0.5 * jnp.sin(x[:, :3])
         state, update = make(blocks, factor).init(params), compiled(make, blocks)
         for _ in range(80):

@@ -5,12 +5,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import moment_jax as mj
-from moment_jax.optim import capture as capturing
-from moment_jax.optim.blocks import ARRANGE, flatten
+from moment_jax.optim import taps
+from moment_jax.optim.blocks import flatten, groups_of, stack, unstack
 from tests.optim.networks import (
     CLASSES,
     DOUBLE,
@@ -23,10 +24,12 @@ from tests.optim.networks import (
     classify,
     close,
     dense_batch,
+    pure,
 )
 
 optim = mj.optim
 KEY = jax.random.key(5)
+REPORTED = taps.reported
 LOGITS = np.array([0.5, -1.0, 0.2])
 OPTIONS = {"rngs": nnx.Rngs(0), **DOUBLE}
 SEQUENCE, IMAGE = jax.random.normal(KEY, (2, 5, 4)), jax.random.normal(KEY, (2, 6, 5, 3))
@@ -44,45 +47,148 @@ LAYERS = {
     "rms_norm": (nnx.RMSNorm(4, **OPTIONS), SEQUENCE),
     "conv": (nnx.Conv(3, 2, (3, 2), strides=(2, 1), **OPTIONS), IMAGE),
     "dilated": (nnx.Conv(3, 2, (2, 2), kernel_dilation=2, padding="VALID", **OPTIONS), IMAGE),
-    "one_image": (nnx.Conv(3, 2, (2, 2), padding=((1, 0), (0, 1)), **OPTIONS), IMAGE[0]),
+    "padded": (nnx.Conv(3, 2, (2, 2), padding=((1, 0), (0, 1)), **OPTIONS), IMAGE),
+    "batch_of_layers": (nnx.Einsum("htd,hdk->htk", (2, 4, 3), (2, 1, 3), **OPTIONS), SEQUENCE),
+    "transposed": (nnx.Einsum("btd,khd->bhtk", (3, 2, 4), None, **OPTIONS), SEQUENCE),
 }
 
 
 @pytest.mark.usefixtures("ranks_of_a_user")
 @pytest.mark.parametrize(("layer", "x"), LAYERS.values(), ids=LAYERS)
-def test_rows_of_a_layer_make_its_gradient(layer, x):
+def test_rows_of_a_layer_make_its_gradient(layer, x, monkeypatch):
     """sum_t a g^T is the gradient, for each layer or part; the report sums squares over rows."""
-    (block,), called = optim.find_blocks(layer), set()
-    weights = jax.random.normal(KEY, jax.eval_shape(layer, x).shape)
-    grads = nnx.grad(lambda layer: jnp.sum(weights * layer(x)))(layer)
-    expected = block.matrix(flatten(grads))
-    jax.tree.map(np.testing.assert_array_equal, block.split(expected), flatten(grads))
-    a, g = ARRANGE[type(layer)](layer, x, weights)
-    factor = capturing._report(block, jnp.dtype("float64"), called, a, g)
-    assert called == {block.name}
-    assert factor.weight == a.shape[0] * a.shape[1]
-    a, g = a.reshape(factor.weight.astype(int), -1), g.reshape(factor.weight.astype(int), -1)
-    if block.factor is optim.EmbeddingFactor:
-        np.testing.assert_array_equal(factor.frequencies, np.bincount(np.ravel(x), minlength=5))
-        a = jax.nn.one_hot(a[:, 0], 5)
-    if block.factor is optim.DiagonalFactor:
-        rows = {"scale": a * g, "bias": g}
-        rows = jnp.stack([rows[leaf.rpartition("/")[2]] for leaf in block.leaves])
-        close(factor.squares, jnp.sum(rows**2, axis=1))
-        close(jnp.sum(rows, axis=1), expected[0])
-        return
-    if len(block.leaves) == 2:
-        a = jnp.pad(a, ((0, 0), (0, 1)), constant_values=1)
-    assert block.parts == {331: (5, 1), 330: (1, 5)}.get(max(block.rows, block.columns), (1, 1))
-    a, g = (
-        jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % parts))).reshape(len(rows), parts, -1)
-        for rows, parts in zip((a, g), block.parts, strict=True)
-    )
-    close(jnp.einsum("npi,nqj->pqij", a, g).reshape(expected.shape), expected)
-    for sums, rows in zip((factor[-2], factor[0]), (g, a), strict=True):
-        if rows is g or block.factor is optim.KroneckerFactor:
-            grams = jnp.einsum("npi,npj->pij", rows, rows)
-            close(sums, jnp.squeeze(jnp.repeat(grams, block.count // len(grams), 0)))
+    weights, given = jax.random.normal(KEY, jax.eval_shape(layer, x).shape), {}
+
+    def loss(layer):
+        return jnp.sum(weights * layer(x))
+
+    def reported(block, like, a, g):
+        given[block.name] = block, a, g, REPORTED(block, like, a, g)
+        return given[block.name][-1]
+
+    monkeypatch.setattr(taps, "reported", reported)
+    grads, layers = flatten(nnx.grad(loss)(layer)), taps.Layers(loss, layer, nnx.Param)
+    dummies = {
+        block.name: block.no_factor(jnp.dtype("float64"), *block.lead, counts=block.stack)
+        for block in layers.blocks
+    }
+    jax.grad(layers)(dummies)
+    leaves = [leaf for block in layers.blocks for leaf in block.leaves]
+    assert sorted(leaves) == sorted(grads)
+    groups = groups_of(grads, layers.blocks)
+    back = unstack(groups, stack(groups, grads), grads)
+    jax.tree.map(np.testing.assert_array_equal, back, grads)
+    assert len(given) == (2 if isinstance(layer, nnx.LayerNorm) and layer.use_scale else 1)
+    for block, a, g, factor in given.values():
+        expected = block.matrix(grads)
+        np.testing.assert_array_equal(factor.weight, g.shape[1])
+        if block.factor is optim.DiagonalFactor:
+            close(factor.squares, jnp.sum(g**2, axis=1))
+            close(jnp.sum(g, axis=1), expected[0])
+            continue
+        if block.factor is optim.EmbeddingFactor:
+            np.testing.assert_array_equal(factor.frequencies, np.bincount(np.ravel(x), minlength=5))
+            a = jax.nn.one_hot(a[..., 0], 5)
+        if len(block.leaves) == 2:
+            a = jnp.pad(a, ((0, 0), (0, 0), (0, 1)), constant_values=1)
+        assert block.parts == {331: (5, 1), 330: (1, 5)}.get(max(block.rows, block.columns), (1, 1))
+        a, g = (
+            jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % n))).reshape(*x.shape[:2], n, -1)
+            for x, n in zip((a, g), block.parts, strict=True)
+        )
+        close(jnp.einsum("brpi,brqj->bpqij", a, g).reshape(expected.shape), expected)
+        for sums, rows in zip((factor[-2], factor[0]), (g, a), strict=True):
+            if rows is g or block.factor is optim.KroneckerFactor:
+                grams = jnp.einsum("brpi,brpj->bpij", rows, rows)
+                grams = jnp.repeat(grams, np.prod(block.parts) // grams.shape[1], 1)
+                close(sums, grams.reshape(sums.shape))
+
+
+class Network(nnx.Module):
+    """Layers of all kinds."""
+
+    def __init__(self):
+        self.embed = nnx.Embed(7, 6, **OPTIONS)
+        self.conv = nnx.Conv(6, 6, (3,), strides=2, **OPTIONS)
+        self.norm = nnx.LayerNorm(6, **OPTIONS)
+        self.heads = nnx.LinearGeneral(6, (2, 3), **OPTIONS)
+        self.out = nnx.LinearGeneral((2, 3), CLASSES, axis=(-2, -1), **OPTIONS)
+
+    def __call__(self, ids):
+        x = self.norm(self.conv(self.embed(ids)))
+        return self.out(jnp.tanh(self.heads(x)).mean(axis=1))
+
+
+class LinenNetwork(linen.Module):
+    """The same in linen."""
+
+    @linen.compact
+    def __call__(self, ids):
+        x = linen.Embed(7, 6, name="embed", **DOUBLE)(ids)
+        x = linen.LayerNorm(name="norm", **DOUBLE)(linen.Conv(6, (3,), 2, name="conv", **DOUBLE)(x))
+        x = jnp.tanh(linen.DenseGeneral((2, 3), name="heads", **DOUBLE)(x)).mean(axis=1)
+        return linen.DenseGeneral(CLASSES, axis=(-2, -1), name="out", **DOUBLE)(x)
+
+
+def written(params, ids):
+    """The same without a module, of parameters that are cast and reshaped, under jit and remat."""
+    x = params["embed"]["embedding"][ids].swapaxes(1, 2)
+    kernel, gain = params["conv"]["kernel"].transpose(2, 1, 0), params["norm"]["scale"]
+    x = jax.lax.conv_general_dilated(x, kernel, (2,), "SAME").swapaxes(1, 2)
+    x = x + params["conv"]["bias"]
+    x = x - x.mean(axis=-1, keepdims=True)
+    x = gain * (x / jnp.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-6)) + params["norm"]["bias"]
+
+    @jax.checkpoint
+    def heads(kernel, bias, x):
+        return jnp.tanh(jnp.einsum("dhk,btd->bthk", kernel.astype(float), x) + bias)
+
+    x = jax.jit(heads)(params["heads"]["kernel"], params["heads"]["bias"], x).mean(axis=1)
+    return x.reshape(-1, 6) @ params["out"]["kernel"].reshape(6, -1) + params["out"]["bias"]
+
+
+def of_linen(params):
+    """The same in linen as a module of NNX."""
+    model = nnx.bridge.ToNNX(LinenNetwork(), rngs=nnx.Rngs(0)).lazy_init(jnp.zeros((1, 5), int))
+    nnx.update(model, jax.tree.map(nnx.Param, params))
+    return model
+
+
+FORMS = {
+    "linen": (lambda params: params, lambda p, x: LinenNetwork().apply({"params": p}, x)),
+    "linen_in_nnx": (of_linen, lambda model, x: model(x)),
+    "written": (lambda params: params, written),
+}
+
+
+@pytest.mark.usefixtures("ranks_of_a_user")
+@pytest.mark.parametrize(("create", "call"), FORMS.values(), ids=FORMS)
+def test_a_network_is_what_it_computes(create, call):
+    """Factors and a step are those of the same network of NNX layers, whatever it is written in."""
+    ids = jax.random.randint(KEY, (N, 5), 0, 7)
+    batch, network = (ids, jnp.arange(N) % CLASSES), Network()
+    params = nnx.to_pure_dict(nnx.state(network, nnx.Param))
+
+    def stepped(loss, model):
+        tx = optim.for_model(loss, model, *batch)
+        params = pure(model)
+        compute = jax.jit(lambda m: optim.value_grad_and_factors(loss)(m, *batch, key=KEY))
+        if isinstance(model, nnx.Module):
+            compute = nnx.jit(lambda m: optim.value_grad_and_factors(loss)(m, *batch, key=KEY))
+        value, grads, factors = compute(model)
+        steps, _ = tx.update(pure(grads), tx.init(params), params, factors=factors, value=value)
+        return factors, flatten(optax.apply_updates(params, steps))
+
+    def loss(model, x, labels):
+        return classify(partial(call, model), x, labels)
+
+    (theirs, expected), (ours, after) = stepped(classify, network), stepped(loss, create(params))
+    assert len(theirs) == 6
+    for name, factor in theirs.items():
+        for x, y in zip(ours[name], factor, strict=True):
+            close(x, y, 1e-5)
+    for path, x in after.items():
+        close(x, expected[path], 1e-5)
 
 
 @nnx.jit
@@ -97,7 +203,7 @@ def by_hand(model, x, key):
     plain = nnx.value_and_grad(
         lambda model: jnp.mean(classify(model, x, jnp.arange(N) % CLASSES)[0])
     )
-    return {"hidden": (a, before), "out": (b, g)}, plain(model)
+    return {"hidden/kernel": (a, before), "out/kernel": (b, g)}, plain(model)
 
 
 def test_factors_of_a_network_by_hand():
@@ -114,9 +220,9 @@ def test_factors_of_a_network_by_hand():
     jax.tree.map(close, on, factors)
     assert jax.tree.structure(on) == jax.tree.structure(off)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(off))
-    first = compute(model, x, labels)[2]["out"].outputs  # by a key that is made of the loss
-    np.testing.assert_array_equal(first, compute(model, x, labels)[2]["out"].outputs)
-    assert np.any(first != compute(model, 2 * x, labels)[2]["out"].outputs)
+    first = compute(model, x, labels)[2]["out/kernel"].outputs  # by a key that is made of the loss
+    np.testing.assert_array_equal(first, compute(model, x, labels)[2]["out/kernel"].outputs)
+    assert np.any(first != compute(model, 2 * x, labels)[2]["out/kernel"].outputs)
 
 
 def test_a_model_that_maps_over_its_batch_and_calls_a_layer_twice():
@@ -129,7 +235,7 @@ def test_a_model_that_maps_over_its_batch_and_calls_a_layer_twice():
         return classify(lambda x: jax.vmap(call)(x), x, labels)
 
     x, labels = dense_batch()
-    factor = capture(mapped)(Perceptron(), x, labels)[2]["hidden"]
+    factor = capture(mapped)(Perceptron(), x, labels)[2]["hidden/kernel"]
     close(factor.inputs[0, :4, :4], (x.T @ x) * 5 / (2 * N), 1e-5)
 
 
@@ -140,6 +246,13 @@ def test_the_model_stays_and_its_statistics_move():
     assert type(model.layers[1]) is nnx.Linear
     assert set(vars(model.layers[1])) == set(vars(nnx.Linear(4, CLASSES, rngs=rngs)))
     close(model.layers[0].mean[...], 0.01 * x.mean(axis=0), 1e-5)  # by one step, not by two
+
+
+def test_layers_are_those_of_any_batch():
+    model = nnx.Sequential(nnx.LayerNorm(4, **OPTIONS), nnx.Linear(4, CLASSES, **OPTIONS))
+    one, more = (optim.find_blocks(classify, model, *dense_batch(n)) for n in (1, N))
+    assert one == more
+    assert len(one) == 3
 
 
 class Deep(nnx.Module):
@@ -161,14 +274,14 @@ class Deep(nnx.Module):
 def test_stacked_layers_under_scan_and_remat():
     """Each layer of the stack has the factors that it has by itself."""
     batch, deep = dense_batch(), Deep()
-    factor = capture()(deep, *batch, key=KEY)[2]["layers"]
+    factor = capture()(deep, *batch, key=KEY)[2]["layers/kernel"]
     assert factor.inputs.shape == (3, 5, 5)
     graph, state = nnx.split(deep.layers)
     each = [nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], state)) for i in range(3)]
     loop = nnx.Sequential(*(part for layer in each for part in (layer, jnp.tanh)))
     alone = capture()(loop, *batch, key=KEY)[2]
     for i in range(3):
-        one = alone[f"layers/{2 * i}"]
+        one = alone[f"layers/{2 * i}/kernel"]
         np.testing.assert_allclose(factor.inputs[i], one.inputs[0], rtol=1e-5)
         np.testing.assert_allclose(factor.outputs[i], one.outputs[0], rtol=1e-4, atol=1e-7)
 
@@ -221,20 +334,22 @@ def test_factors_from_the_elbo_of_a_bayesian():
     factors = factors_of(bayesian_loss, model, x, labels)
     plain = factors_of(classify, model.at_means(), x, labels)
     for name, factor in plain.items():
-        jax.tree.map(partial(close, tolerance=1e-5), factors[f"weights/{name}"], factor)
+        jax.tree.map(partial(close, tolerance=1e-5), factors[f"weights/{name}/mean"], factor)
 
 
-@pytest.mark.parametrize("create", [*CREATE.values(), bayesian_mlp])
-def test_blocks_of_a_bayesian_are_of_its_own_variables(create):
+@pytest.mark.usefixtures("ranks_of_a_user")
+@pytest.mark.parametrize(
+    ("create", "shape"),
+    [(create, (N, 4, 4)[: 2 + (name == "partly")]) for name, create in CREATE.items()],
+)
+def test_blocks_of_a_bayesian_are_of_its_own_variables(create, shape):
     """Of an abstract model too; every parameter of its layers is in one."""
-    model, abstract = create(), nnx.eval_shape(create)
-    blocks = optim.find_blocks(abstract)
-    assert blocks == optim.find_blocks(model)
+    model, abstract, labels = create(), nnx.eval_shape(create), jnp.arange(N) % CLASSES
+    blocks = optim.find_blocks(logits_of, abstract, jax.ShapeDtypeStruct(shape, "float32"), labels)
+    assert blocks == optim.find_blocks(logits_of, model, jnp.zeros(shape, "float32"), labels)
     values = flatten(nnx.state(model, nnx.Param))
     for block in blocks:
-        assert [values[leaf].shape for leaf in block.leaves] == list(block.shapes)
-        parts = block.split(block.matrix(values))
-        jax.tree.map(np.testing.assert_array_equal, parts, {k: values[k] for k in block.leaves})
+        assert [values[leaf].shape for leaf in block.leaves] == block.shapes
     layers = {leaf for block in blocks for leaf in block.leaves}
     means = {p for p in values if p.endswith(("kernel", "kernel/mean", "bias", "bias/mean"))}
     assert means <= layers

@@ -17,6 +17,7 @@ import moment_jax as mj
 from moment_jax.optim.blocks import flatten
 from tests.optim.networks import (
     CLASSES,
+    N,
     Perceptron,
     bayesian_loss,
     bayesian_mlp,
@@ -30,7 +31,7 @@ from tests.optim.test_capture import Deep
 
 optim = mj.optim
 SIZES = (3, 3, 3)  # layers of one shape are one group, and half of the program
-BLOCKS = optim.find_blocks(Perceptron(sizes=SIZES))
+BLOCKS = optim.find_blocks(classify, Perceptron(sizes=SIZES), *dense_batch(size=3))
 FEW = {"max_iterations": 2, "precondition": False, "blocks": BLOCKS}  # operations
 CG_FAC = partial(optim.cg_fac, **FEW)
 FIXED = {"damping": 1e-2, "kl_bound": 1e-3, "momentum": 0.5}
@@ -163,7 +164,8 @@ def test_one_call_for_a_bayesian_model():
     model, (x, labels) = bayesian_mlp(structure=mj.Diagonal), dense_batch()
     before = jax.tree.map(np.asarray, pure(model))
     method = partial(optim.kfac, 0.1, damping=1e-2, kl_bound=1e-2)
-    optimizer = nnx.Optimizer(model, optim.for_model(model, method), wrt=nnx.Param)
+    tx = optim.for_model(bayesian_loss, model, x, labels, method=method)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     @nnx.jit
     def step(model, optimizer):
@@ -179,10 +181,13 @@ def test_one_call_for_a_bayesian_model():
     assert all(jax.tree.leaves(moved))
 
 
+@pytest.mark.usefixtures("ranks_of_a_user")
 def test_positions_belong_to_no_layer():
     model = nnx.eval_shape(partial(bayesian_vit, num_blocks=1))
     params = nnx.as_pure(nnx.state(model, nnx.Param))
-    state = jax.eval_shape(optim.for_model(model).init, params)
+    x, labels = jax.ShapeDtypeStruct((N, 4, 4), jnp.float32), jnp.arange(N) % CLASSES
+    tx = optim.for_model(bayesian_loss, model, x, labels)
+    state = jax.eval_shape(tx.init, params)
     by_adam = set(flatten(optax.tree.get(state, "mu")))
     assert "weights/position/mean" in by_adam
     assert {path for path in by_adam if "raw" not in path} == {"weights/position/mean"}
@@ -226,9 +231,10 @@ class Adapted(nnx.Module):
         return self.layer(x) + self.low_rank(x) + self.offset[...]
 
 
-def training(model, wrt=nnx.Param):
+def training(model, batch, wrt=nnx.Param):
     """A step (*batch) -> loss by `for_model`, and its optimiser."""
-    optimizer = nnx.Optimizer(model, optim.for_model(model, wrt=wrt), wrt=wrt)
+    tx = optim.for_model(classify, model, *batch, wrt=wrt)
+    optimizer = nnx.Optimizer(model, tx, wrt=wrt)
 
     @nnx.jit
     def step(model, optimizer, *batch):
@@ -258,7 +264,7 @@ def test_networks_that_people_have(create, wrt, batch):
     """The loss falls by what the filter lets move, and a table of 8,000 rows has no matrix of them."""
     model = create()
     before = {path: np.asarray(x) for path, x in flatten(pure(model)).items()}
-    step, optimizer = training(model, wrt)
+    step, optimizer = training(model, batch, wrt)
     values = [float(step(*batch)) for _ in range(20)]
     assert values[-1] < 0.9 * values[0]
     moved = {path for path, x in flatten(pure(model)).items() if np.any(x != before[path])}
@@ -269,7 +275,7 @@ def test_networks_that_people_have(create, wrt, batch):
 def test_a_batch_with_nan_is_left_out():
     """And counted, the first one apart, before which there is no step to take back."""
     model, (x, labels) = Adapted(), dense_batch(24)
-    step, optimizer = training(model)
+    step, optimizer = training(model, (x, labels))
     values = [float(step(jnp.where(i in (0, 4), jnp.nan, x), labels)) for i in range(16)]
     assert np.flatnonzero(np.isnan(values)).tolist() == [0, 4]
     assert values[-1] < 0.9 * values[1]
@@ -293,7 +299,7 @@ x = jax.random.normal(jax.random.key(0), (8, 4)); y = jnp.arange(8) % 3
 spread = [jax.device_put(a, NamedSharding(mesh, P("data"))) for a in (x, y)]
 def run(*batch):
     model = Perceptron()
-    optimizer = nnx.Optimizer(model, mj.optim.for_model(model), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, mj.optim.for_model(classify, model, *batch), wrt=nnx.Param)
     @nnx.jit
     def step(model, optimizer):
         compute = mj.optim.value_grad_and_factors(classify)

@@ -14,24 +14,19 @@ from tests.optim.networks import Perceptron, classify, dense_batch
 optim = mj.optim
 PARAMS = {"layer": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}}
 FACTOR = optim.KroneckerFactor(jnp.eye(5)[None], jnp.eye(3)[None], jnp.ones(()))
-NARROW = {"layer": FACTOR._replace(inputs=jnp.eye(4)[None])}
-BATCH, OTHERS = dense_batch(), optim.find_blocks(Perceptron())
+NARROW = {"layer/kernel": FACTOR._replace(inputs=jnp.eye(4)[None])}
+BATCH = dense_batch()
+OTHERS = optim.find_blocks(classify, Perceptron(), *BATCH)
 
 
-class Net(nnx.Module):
-    """A layer like that of `PARAMS`."""
-
-    def __init__(self):
-        self.layer = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+def linear(params, x, labels):
+    """Of a layer of `PARAMS`."""
+    return classify(lambda x: x @ params["layer"]["kernel"] + params["layer"]["bias"], x, labels)
 
 
-BLOCKS = optim.find_blocks(Net())
+BLOCKS = optim.find_blocks(linear, PARAMS, *BATCH)
+IDLE = partial(nnx.Dropout, 0, deterministic=True)  # a network without parameters
 KFAC, CG_FAC = partial(optim.kfac, blocks=BLOCKS), partial(optim.cg_fac, blocks=BLOCKS)
-
-
-def idle(model, x, labels):
-    """A loss that calls one layer of two."""
-    return classify(model.hidden, x, labels)
 
 
 def update(factors, make=KFAC):
@@ -51,17 +46,21 @@ def masked():
 def unwrapped(wrapper):
     """A wrapper without an `undo_bad_steps`."""
     tx = wrapper(optim.scale_by_kfac(blocks=BLOCKS))
-    tx.update(PARAMS, tx.init(PARAMS), PARAMS, factors={"layer": FACTOR})
+    tx.update(PARAMS, tx.init(PARAMS), PARAMS, factors={"layer/kernel": FACTOR})
 
 
-def captured(loss=classify, model=Perceptron, wrap=lambda fn: fn):
-    return wrap(optim.value_grad_and_factors(loss))(model(), *BATCH)
+def captured(loss=classify, model=Perceptron):
+    return optim.value_grad_and_factors(loss)(model(), *BATCH)
 
 
 MISFITS = [
-    ({}, ValueError, r"'layer' \(layer/kernel, layer/bias\) needs a KroneckerFactor.*Got None"),
+    (
+        {},
+        ValueError,
+        r"'layer/kernel' \(layer/kernel, layer/bias\) needs a KroneckerFactor.*Got None",
+    ),
     (NARROW, ValueError, r"\(1, 5, 5\).*Got KroneckerFactor\(inputs=\(1, 4, 4\).*find_blocks"),
-    ({"layer": tuple(FACTOR)}, ValueError, r"Got \(\(1, 5, 5\).*value_grad_and_factors"),
+    ({"layer/kernel": tuple(FACTOR)}, ValueError, r"Got \(\(1, 5, 5\).*value_grad_and_factors"),
     ([FACTOR], TypeError, "value_grad_and_factors"),
     (None, TypeError, r"factors\) at every step.*curvature_due"),
 ]
@@ -76,9 +75,9 @@ VALUE_ERRORS = [
         "'position' belongs to no layer.*for_model",
     ),
     (lambda: KFAC().update(PARAMS, start(PARAMS)), r"update\(grads, state, params, factors=f"),
-    (partial(start, PARAMS, OTHERS), "Layer 'hidden' .* 'hidden/kernel'.*find_blocks"),
+    (partial(start, PARAMS, OTHERS), "Layer 'hidden/kernel' needs.*find_blocks"),
     *((partial(unwrapped, w), "undo_bad_steps") for w in (optim.adapt_damping, optim.trust_region)),
-    (partial(optim.for_model, nnx.Dropout(0.1)), "find_blocks.*Dropout"),
+    (partial(optim.for_model, classify, IDLE(), *BATCH), "find_blocks.*Dropout"),
     (partial(CG_FAC, damping=-1.0), "damping >= 0"),
     (partial(CG_FAC, max_iterations=0), "max_iterations >= 1"),
     (partial(CG_FAC, tolerance=-0.1), "tolerance >= 0"),
@@ -93,12 +92,15 @@ VALUE_ERRORS = [
     (partial(optim.adapt_damping, KFAC(), initial=-1.0), "initial >= 0"),
     (partial(optim.trust_region, KFAC(), rate=-1.0), "rate >= 0"),
     (partial(captured, lambda *args: (jnp.ones(2), classify(*args)[1])), "must be a scalar"),
-    (partial(captured, model=partial(nnx.Dropout, 0.1)), "find_blocks.*Dropout"),
-    *((partial(captured, idle, wrap=w), "layer 'out'") for w in (nnx.jit, lambda fn: fn)),
+    (partial(captured, model=IDLE), "find_blocks.*Dropout"),
 ]
 TYPE_ERRORS = [
+    (partial(optim.for_model, Perceptron(), optim.cg_fac), "loss, model, .*Got Perceptron first"),
     (partial(captured, lambda *args: classify(*args)[0]), "CategoricalPrediction"),
-    *((partial(optim.for_model, Perceptron(), method), NEEDS_BLOCKS) for method in FIRST_ORDER),
+    *(
+        (partial(optim.for_model, classify, Perceptron(), *BATCH, method=method), NEEDS_BLOCKS)
+        for method in FIRST_ORDER
+    ),
 ]
 CASES = [
     *(

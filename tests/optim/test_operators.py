@@ -89,7 +89,6 @@ def test_calls_of_lapack():
 def test_kronecker_factors_are_not_multiplied_out(make):
     """Inputs and their ones are seen, 384 * 21; neither F, 210^2, nor the Gram matrix of rows, 384^2."""
     model = nnx.Linear(20, 10, rngs=nnx.Rngs(0))
-    tx = make(0.1, damping=0.1, kl_bound=1e-3, blocks=optim.find_blocks(model))
 
     def loss(model, x, labels):
         return classify(lambda x: model(x).mean(axis=1), x, labels)
@@ -101,6 +100,8 @@ def test_kronecker_factors_are_not_multiplied_out(make):
 
     graph, params = nnx.split(model)
     x, labels = jnp.ones((16, 24, 20), jnp.float32), jnp.zeros(16, int)
+    blocks = optim.find_blocks(loss, model, x, labels)
+    tx = make(0.1, damping=0.1, kl_bound=1e-3, blocks=blocks)
     program = update.lower(params, tx.init(params), x, labels).compile().as_text()
     shapes = re.findall(r"[a-z]+[0-9]+\[([0-9,]+)\]", program)
     sizes = [math.prod(map(int, shape.split(","))) for shape in shapes]

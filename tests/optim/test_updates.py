@@ -15,7 +15,9 @@ from tests.optim.networks import close, compiled
 
 optim = mj.optim
 MAKERS = pytest.mark.parametrize("make", [optim.cg_fac, optim.kfac])
-BLOCKS = (LayerBlock("layer", ("layer/kernel", "layer/bias"), ((4, 3), (3,)), 3),)
+VECTORS = 2 * ((((4,), (0,)),),)
+AS_THEY_ARE = (((4, 3), (0, 1)),), (((3,), (0,)),)
+BLOCKS = (LayerBlock("layer", ("layer/kernel", "layer/bias"), AS_THEY_ARE, 3),)
 SOLVED = {"learning_rate": 1.0, "momentum": 0.0, "kl_bound": jnp.inf}  # the solution itself
 FIXED = {"learning_rate": 0.1, "kl_bound": 1e-3}
 EVERY = {"decay": 0.9, "curvature_every": 3}
@@ -171,8 +173,8 @@ def test_tables_and_norms_by_their_own_blocks(make):
     params = {"table": {"embedding": jnp.ones((4, 3))}}
     params["norm"] = {"scale": jnp.ones(4), "bias": jnp.zeros(4)}
     blocks = (
-        LayerBlock("table", ("table/embedding",), ((4, 3),), 3, (), optim.EmbeddingFactor),
-        LayerBlock("norm", ("norm/scale", "norm/bias"), ((4,), (4,)), 4, (), optim.DiagonalFactor),
+        LayerBlock("table", ("table/embedding",), AS_THEY_ARE[:1], 3, (), optim.EmbeddingFactor),
+        LayerBlock("norm", ("norm/scale", "norm/bias"), VECTORS, 4, (), optim.DiagonalFactor),
     )
     frequencies, outputs = np.array([[0.5, 0.25, 0.25, 0.0]]), jnp.asarray(spd(0, 3))
     squares = np.arange(8.0).reshape(1, 2, 4)
