@@ -1,9 +1,13 @@
 """`python -m experiments [NAME] [options]`: without a name, the main job."""
 
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while the rest is imported
+
 import importlib
 import io
 import os
-import signal
 import sys
 import traceback
 from pathlib import Path

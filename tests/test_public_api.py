@@ -39,6 +39,12 @@ def test_every_public_name_exists():
             found = getattr(found, part)
 
 
+def test_the_documents_are_of_this_version():
+    readme, changes = (PACKAGE.parent / name for name in ("README.md", ".github/CHANGELOG.md"))
+    assert f"moment_jax, version {mj.__version__}," in readme.read_text()
+    assert changes.read_text().startswith(f"# Changelog\n\n## {mj.__version__} (")
+
+
 def test_networks_show_their_arguments():
     for kind in (mj.Bayesian, mj.nn.Mixture, mj.nn.Encoder, mj.nn.VisionTransformer):
         assert inspect.signature(kind).parameters.keys() ^ {"self"} == (

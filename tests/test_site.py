@@ -1,5 +1,6 @@
-"""The site: built by its one command, every link of every page leads somewhere, and it opens."""
+"""The site: built by its one command, every link leads somewhere, notebooks run, and it opens."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -11,6 +12,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 ROOT = Path(__file__).parent.parent
+IMPORTING = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+GUIDES = [f"experiments/{room}/README" for room in ("uci", "rounding")]
 BROWSERS = "chromium", "chromium-browser", "google-chrome"
 pytestmark = pytest.mark.slow
 
@@ -19,9 +22,8 @@ pytestmark = pytest.mark.slow
 def site(tmp_path_factory):
     pytest.importorskip("pdoc", reason="the site needs pip install 'moment_jax[docs]'")
     out = tmp_path_factory.mktemp("site").resolve()
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, ROOT / ".github" / "site" / "build.py", out]
-    told = subprocess.run(command, capture_output=True, text=True, env=environment)
+    told = subprocess.run(command, capture_output=True, text=True, env=IMPORTING)
     assert (told.returncode, told.stderr) == (0, "")
     return out
 
@@ -54,6 +56,20 @@ def test_every_link_leads_to_a_page_and_a_place_in_it(site):
                 lost.append((path.relative_to(site).as_posix(), link))
     assert not lost
     assert site / "moment_jax" / "nn.html" in pages
+
+
+def test_notebooks_are_the_guides_examples_in_order(site):
+    found = {path.relative_to(site).as_posix(): path for path in site.rglob("*.ipynb")}
+    assert found.keys() > {f"{name}.ipynb" for name in ("index", *GUIDES)}
+    for name, path in found.items():
+        cells = json.loads(path.read_text())["cells"]
+        assert not any("```python" in c["source"] or ">>> " in c["source"] for c in cells), name
+        code = [c["source"] for c in cells if c["cell_type"] == "code"]
+        compile("\n".join(code), name, "exec")
+        if name.startswith("moment_jax/brownian"):  # the quickest; as doctests all of them are run
+            command = [sys.executable, "-c", "\n".join(code)]
+            said = subprocess.run(command, capture_output=True, text=True, env=IMPORTING)
+            assert said.stdout.startswith("1.0 6.0"), said.stderr
 
 
 def test_a_browser_shows_the_first_page(site, tmp_path):

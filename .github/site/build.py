@@ -1,9 +1,12 @@
 """The site: `python .github/site/build.py [FOLDER]`. READMEs as pages, the public interface by pdoc.
 
+Every README with examples is a notebook too, beside its page.
 A link to no file, a name `mj.x` that does not exist and any warning end it.
 """
 
+import doctest
 import importlib
+import json
 import os.path
 import re
 import shutil
@@ -38,9 +41,12 @@ GUIDES = {
 }
 LINK = re.compile(r'(?<= )(href|src)="(?!https?:|#)([^"#]*)')
 NAME = re.compile(r"<code>(mj(?:\.\w+)+)((?:\(.*?\))?)</code>(?!</a>)")
+LOCAL = re.compile(r"!?\[([^\]]*)\]\((?!https?:)[^)]*\)")
+FENCES = re.compile(r"\A\s*```\n|```python\n\Z")
 OWN = re.compile(r'<a href="#([\w.]+)">(\w+)</a>')
 PAGE = """{% extends "frame.html.jinja2" %}{% block title %}{{ title }} - moment_jax{% endblock %}
-{% block nav %}<h2>This page</h2>{{ contents | safe }}{% endblock %}
+{% block nav %}<h2>This page</h2>{{ contents | safe }}
+{% if notebook %}<p><a href="{{ notebook }}" download>As a notebook</a></p>{% endif %}{% endblock %}
 {% block content %}<main class="pdoc"><section class="module-info"><div class="docstring">
 {{ text | safe }}</div></section></main>{% endblock %}"""
 
@@ -85,8 +91,31 @@ def file(path: Path, out: Path, known: dict[str, str]) -> list[Path]:
     html = with_names(html, page, known, gone=path.name == "CHANGELOG.md")
     render.env.globals["top"] = "../" * page.count("/")
     shown = {"title": text.partition("\n")[0].lstrip("# "), "contents": body.toc_html or ""}
+    if path.suffix == ".md" and "\n>>> " in text:
+        own = (out / page).with_suffix(".ipynb")
+        write(own, notebook(text))
+        shown["notebook"] = own.name
     write(out / page, render.env.from_string(PAGE).render(text=html, **shown))
     return linked
+
+
+def notebook(text: str) -> str:
+    """A README's text and examples as a Jupyter notebook; a cell ends where something is shown."""
+    cells: list[dict[str, object]] = []
+    shown = True
+    for piece in doctest.DocTestParser().parse(text):
+        if isinstance(piece, doctest.Example):
+            if shown:
+                code = {"cell_type": "code", "execution_count": None, "outputs": [], "metadata": {}}
+                cells.append(code | {"source": ""})
+            cells[-1]["source"] = f"{cells[-1]['source']}\n{piece.source}".strip()
+            shown = bool(piece.want)
+        elif prose := FENCES.sub("", LOCAL.sub(r"\1", piece)).strip():  # without the site's links
+            cells.append({"cell_type": "markdown", "metadata": {}, "source": prose})
+            shown = True
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    content = {"metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 4}
+    return json.dumps(content | {"cells": cells}, indent=1)
 
 
 def place(path: Path) -> str:

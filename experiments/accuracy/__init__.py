@@ -3,7 +3,7 @@
 Prints, for each case and structure: the mean's error in true sd (root mean square), the mean ratio of
 sd to true sd, the mean of |ratio - 1|, the correlation of the two sds over all elements, the same for
 the logits where the case has a head, and the time as a multiple of the deterministic forward's. Without
---cases two small vision Transformers are trained by sampled variational inference, and what users have
+--cases five small vision Transformers are trained by sampled variational inference, and what users have
 without moments is beside the structures: the linearised network, and 10 to 300 sampled networks.
 """
 
@@ -29,7 +29,7 @@ Record = dict[str, Any]
 
 def add_arguments(parser: Parser) -> None:
     """The options of the comparison."""
-    what = "folder of .npz case files; a weight's sd of 0 is a certain weight (default: train two)"
+    what = "folder of .npz case files; a weight's sd of 0 is a certain weight (default: train five)"
     parser.place("--cases", None, what)
     parser.choice("--structure", mj.STRUCTURES, None, "structures")
     parser.whole("--samples", 20_000, "networks drawn for the truth of those trained here", least=2)

@@ -130,6 +130,7 @@ def scores(forecast: Any, truth: np.ndarray) -> dict[str, float]:
 def _train(args: argparse.Namespace, parts: Parts, scale: float) -> mj.Bayesian:
     train, validation = tokens(parts.train, scale), tokens(parts.validation, scale)
     model = network.bayesian_forecaster(args.structure, train.target_calendar.shape[-1], args.seed)
+    _forecast(model, parts.validation, scale)  # else the pass is held to the network afterwards
     task = network.task(
         train, validation, num_steps=args.steps, kl_weight=args.kl_weight,
         batch_size=min(args.batch_size, len(train.correction)), structure=args.structure,

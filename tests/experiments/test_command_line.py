@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -85,6 +86,23 @@ def test_programs_are_kept_unless_the_compiler_is_timed(monkeypatch, tmp_path):
 def test_the_cache_is_set_up_before_jax_is_imported():
     code = "import sys, experiments.__main__; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+STARTING = """
+import os, runpy, signal, sys
+class Press:
+    def find_spec(self, name, *_):
+        if name == "argparse":
+            os.kill(os.getpid(), signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Press())
+runpy.run_module("experiments", run_name="__main__")
+"""
+
+
+def test_ctrl_c_while_python_starts_prints_no_traceback():
+    ended = subprocess.run([sys.executable, "-c", STARTING], capture_output=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, b"", b"")
 
 
 # The compilation outlives the main thread by far. Ended in the usual way, such a process waits for it.
