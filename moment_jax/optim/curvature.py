@@ -114,6 +114,41 @@ def no_inverses(averages: Factors) -> Inverses:
     return pairs
 
 
+def packed(factors: Factors, inverses: Inverses) -> tuple[Factors, Inverses]:
+    """What is kept of both: of symmetric matrices one triangle each, in the place of one of them.
+
+    A factor is below the diagonal and on it, its inverse above; the diagonal of the inverse is apart.
+    """
+    factors, inverses = dict(factors), dict(inverses)
+    for key, pair in inverses.items():
+        if isinstance(factor := factors[key], KroneckerFactor):
+            kept = zip(factor[:-1], pair, strict=True)
+            inputs, outputs = (jnp.where(_is_lower(f), f, inverse) for f, inverse in kept)
+            factors[key] = factor._replace(inputs=inputs, outputs=outputs)
+            inverses[key] = InversePair(*map(diagonal_of, pair))
+    return factors, inverses
+
+
+def unpacked(factors: Factors, inverses: Inverses) -> tuple[Factors, Inverses]:
+    """The factors and inverses of what is kept."""
+    factors, inverses = dict(factors), dict(inverses)
+    for key, pair in inverses.items():
+        if isinstance(kept := factors[key], KroneckerFactor):
+            turned = [(x, jnp.swapaxes(x, 1, 2), _is_lower(x)) for x in kept[:-1]]
+            inputs, outputs = (jnp.where(lower, x, y) for x, y, lower in turned)
+            factors[key] = kept._replace(inputs=inputs, outputs=outputs)
+            others = zip((jnp.where(lower, y, x) for x, y, lower in turned), pair, strict=True)
+            inverses[key] = InversePair(
+                *(jnp.where(on_diagonal(x.shape), d[..., None], x) for x, d in others)
+            )
+    return factors, inverses
+
+
+def _is_lower(matrix: Array) -> Array:
+    """Which entries are on the diagonal or below it, (n, n)."""
+    return jnp.tri(matrix.shape[-1], dtype=bool)
+
+
 def inverted(factor: Factor, damping: Array, old: InversePair) -> InversePair:
     """The inverses of a group; the old ones of layers where new ones are not finite."""
     if isinstance(factor, KroneckerFactor):

@@ -20,7 +20,7 @@ from moment_jax.optim.curvature import Factors
 class SecondOrderState(NamedTuple):
     """State of `scale_by_kfac` and `scale_by_cg_fac`."""
 
-    factors: Factors  # running averages by group of layers
+    factors: Factors  # running averages by group of layers, packed with their inverses
     steps: Array  # taken
     age: Array  # steps since the newest factors
     due: Array  # whether the next step wants new factors
@@ -99,7 +99,7 @@ def _scale_by_curvature(
             key: each[0].no_factor(dtype, sum(block.count for block in each))
             for key, each in blocks.groups_of(params, given).items()
         }
-        inverses = curvature.no_inverses(none if inverts else {})
+        none, inverses = curvature.packed(none, curvature.no_inverses(none if inverts else {}))
         last = LastStep(*(jnp.zeros((), jnp.float32) for _ in LastStep._fields))
         return SecondOrderState(none, jnp.int32(0), jnp.int32(0), jnp.bool_(True), inverses, last)
 
@@ -109,15 +109,17 @@ def _scale_by_curvature(
         kept = jnp.asarray(decay, jnp.float32) ** (state.age + 1)
 
         def renewed(_: Any, old: Any) -> tuple[Factors, curvature.Inverses, Array]:
+            factors, pairs = curvature.unpacked(*old[:2])
             new, fresh = blocks.stack_factors(groups, extra.get("factors"))
-            factors = curvature.averaged(old[0], new, kept, fresh)
-            pairs = {k: curvature.inverted(factors[k], gamma, pair) for k, pair in old[1].items()}
-            return factors, pairs, fresh
+            factors = curvature.averaged(factors, new, kept, fresh)
+            pairs = {k: curvature.inverted(factors[k], gamma, pair) for k, pair in pairs.items()}
+            return *curvature.packed(factors, pairs), fresh
 
         # A loop of one round or none: a conditional would copy what a step without curvature leaves.
         rounds = curvature.any_weight(extra.get("factors")).astype(jnp.int32)
         old = state.factors, state.inverses, jnp.bool_(False)
-        factors, inverses, fresh = jax.lax.fori_loop(0, rounds, renewed, old)
+        *stored, fresh = jax.lax.fori_loop(0, rounds, renewed, old)
+        factors, inverses = curvature.unpacked(*stored)
         known = jnp.all(jnp.stack([factor.weight > 0 for factor in factors.values()]))
         steps, every = state.steps + known, jnp.asarray(curvature_every, jnp.int32)
         due = (steps < every) | (steps % every == 0) | ~known
@@ -138,22 +140,22 @@ def _scale_by_curvature(
         last = state.last._replace(quadratic=jnp.maximum(_inner(x, grads), 0))
         if "last_step" in extra:
             s = blocks.stack(groups, extra["last_step"])
-            last = _judged(last, s, x, grads, factors, gamma, fresh)
+            last = _judged(last, s, x, grads, stored, gamma, fresh)
         step = blocks.unstack(groups, x, updates)
         age = jnp.where(fresh, 0, state.age + known)
-        return step, SecondOrderState(factors, steps, age, due, inverses, last)
+        return step, SecondOrderState(stored[0], steps, age, due, stored[1], last)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _judged(
-    last: LastStep, s: Matrices, x: Matrices, g: Matrices, factors: Factors, gamma: Array,
-    fresh: Array,
+    last: LastStep, s: Matrices, x: Matrices, g: Matrices, stored: Any, gamma: Array, fresh: Array,
 ) -> LastStep:  # fmt: skip
     """Judge the last step s; between fresh curvatures, s^T F s is `ratio` <s, s> of an earlier step."""
     length = _inner(s, s)
 
     def measured() -> Array:
+        factors, _ = curvature.unpacked(*stored)
         each = [curvature.quadratic_form(factors[key], part) for key, part in s.items()]
         return jnp.sum(jnp.stack(each).astype(jnp.float32))
 

@@ -144,7 +144,7 @@ def test_the_slope_in_damping_is_the_derivative_of_the_next_loss():
         g = jax.grad(next_loss)(start + step(damping))
         x = solved(factor, damping, g)
         told = UNIT._replace(quadratic=jnp.sum(x * g))
-        args = {"": step(damping)}, {"": x}, {"": g}, {"": factor}, damping
+        args = {"": step(damping)}, {"": x}, {"": g}, ({"": factor}, {}), damping
         last = _judged(told, *args, ~no)
         double = _judged(last, {"": 2 * args[0][""]}, *args[1:], no)
         slope = last.slope_in_damping(damping) * length * jnp.sqrt(told.quadratic)

@@ -10,7 +10,7 @@ import pytest
 
 import moment_jax as mj
 from moment_jax.optim.blocks import LayerBlock
-from moment_jax.optim.curvature import quadratic_form
+from moment_jax.optim.curvature import quadratic_form, unpacked
 from tests.optim.networks import close, compiled
 
 optim = mj.optim
@@ -115,7 +115,7 @@ def test_factors_are_averaged_and_pauses_leave_them():
     step = Steps(optim.kfac, params, damping=1e-3, **SOLVED, **EVERY | {"decay": 0.5})
 
     def is_times(scale):
-        got = step.get("factors")["kronecker_5x3"].inputs
+        got = unpacked(step.get("factors"), step.get("inverses"))[0]["kronecker_5x3"].inputs
         close(got, scale * factors["layer"].inputs, 1e-6)
 
     step(grads, factors)
