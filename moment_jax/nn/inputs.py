@@ -36,10 +36,10 @@ def check_inputs(inputs: tuple[Any, ...], structure: type[Covariance]) -> None:
         need("mj.Bayesian", right, "arrays of numbers", getattr(x, "dtype", ""), mend, TypeError)
         rule = "arrays of an example or more, with a batch axis"
         mend = "For one input, use x[None]."
-        need("mj.Bayesian", x.ndim and len(x), rule, tuple(x.shape), mend)
+        need("mj.Bayesian", x.ndim and x.shape[0] != 0, rule, tuple(x.shape), mend)
         if cov is not None:
             width = (1, *x.shape[1:])[-1]
-            shape = (len(x), math.prod(x.shape[1:]) // width, width)
+            shape = (x.shape[0], math.prod(x.shape[1:]) // width, width)
             right, kind = type(cov) is structure and tuple(cov.shape) == shape, structure.__name__
             rule = f"a covariance in {kind} of shape {shape}, with the mean's batch axis"
             need("model((mean, cov))", right, rule, f"{type(cov).__name__} of {tuple(cov.shape)}")
@@ -53,7 +53,7 @@ def check_certain(call: str, inputs: tuple[Any, ...], mend: str = "Give its mean
 
 def explain_batch(plain: Any, inputs: tuple[Any, ...], options: Any, error: Exception) -> None:
     """Raise unless the network takes these inputs: they may have a batch axis too few or many."""
-    size = len(inputs[0])
+    size = inputs[0].shape[0]
     unknown = [k for k in options if f"unexpected keyword argument '{k}'" in str(error)]
     if unknown:
         raise TypeError(

@@ -333,6 +333,7 @@ class VisionTransformer(Module):
       patch_size: height and width of a patch, a divisor of image_size, or a ValueError is raised.
       num_classes: C.
       channels: channels of the images.
+      position_scale: standard deviation of the initial positions.
 
     >>> model = VisionTransformer(image_size=8, patch_size=2, num_classes=10, rngs=nnx.Rngs(0))
     >>> model(jnp.ones((5, 8, 8))).shape
@@ -342,14 +343,15 @@ class VisionTransformer(Module):
     def __init__(
         self, *, image_size: int, patch_size: int, num_classes: int, channels: int = 1,
         num_features: int = 64, num_heads: int = 4, num_blocks: int = 2, norm_first: bool = True,
-        activation: Activation = "gelu", rngs: nnx.Rngs, **options: Any,
+        activation: Activation = "gelu", position_scale: float = 0.02, rngs: nnx.Rngs,
+        **options: Any,
     ) -> None:  # fmt: skip
         right = patch_size >= 1 and image_size >= 1 and image_size % patch_size == 0
         rule, came = "patch_size to divide image_size", f"{patch_size} and {image_size}"
         need("VisionTransformer", right, rule, came)
         self.patches, num_tokens = Patches(patch_size, channels), (image_size // patch_size) ** 2
         self.embed = nnx.Linear(patch_size**2 * channels, num_features, rngs=rngs)
-        start = 0.02 * jax.random.normal(rngs.params(), (num_tokens, num_features))
+        start = position_scale * jax.random.normal(rngs.params(), (num_tokens, num_features))
         self.position = nnx.Param(start)
         options |= {"norm_first": norm_first, "activation": activation}
         self.encoder = Encoder(num_blocks, num_features, num_heads, rngs=rngs, **options)

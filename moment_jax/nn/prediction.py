@@ -90,7 +90,7 @@ def moments_of(model: Any, inputs: tuple[Any, ...], options: Any) -> Any:
         known = mean_params(beliefs)
         explain_batch(lambda x: fn(known, *x), means, options, error)
         raise
-    return Moments(mean.reshape(len(mean), *shape), cov)
+    return Moments(mean.reshape(mean.shape[0], *shape), cov)
 
 
 def explained(model: Any, inputs: Any, options: dict[str, Any]) -> Steps:

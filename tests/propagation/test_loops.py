@@ -106,7 +106,7 @@ def test_gradients_pass_through_a_kept_loop(remat):
 
 @pytest.mark.slow
 def test_a_decoders_memory_is_independent_in_every_block():
-    listed, scanned = pair(mj.nn.Transformer, mj.Separable, False, D, 2, 1, 3)
+    listed, scanned = pair(mj.nn.Transformer, mj.Separable, False, D, 2, 3)
     y = jax.random.normal(jax.random.key(1), (2, 3, D))
     (_, truth), *loops = programs(listed, scanned, X, y)
     for text, found in loops:
