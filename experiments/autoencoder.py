@@ -71,8 +71,13 @@ class DiscreteAutoencoder(nnx.Module):
         """Log q(z_t = k | x) = log E[pi_tk], (N, T, K), of images (N, height, width)."""
         logits = self.encoder(self.patches(images))
         if not isinstance(logits, mj.Moments):
-            return mj.discrete.log_probabilities(logits)
-        return jax.vmap(mj.discrete.log_category_probabilities)(*logits)
+            return jax.nn.log_softmax(logits)
+        probs, _ = jax.vmap(mj.softmax)(*logits)
+        return jnp.log(jnp.maximum(probs, jnp.finfo(probs.dtype).tiny))
+
+    def code_kl(self, log_probs: Array) -> Array:
+        """KL(q(z | x) || uniform), summed over the grid of codes, (N,), of log q (N, T, K)."""
+        return jnp.sum(jnp.exp(log_probs) * (log_probs + jnp.log(self.num_codes)), axis=(-2, -1))
 
     def negative_elbo(
         self, images: Array, key: Array, temperature: Array | float, *,
@@ -99,8 +104,7 @@ class DiscreteAutoencoder(nnx.Module):
         log_probs = self.code_log_probs(images)
         options = {"straight_through": straight_through}
         z = mj.discrete.gumbel_softmax(key, log_probs, temperature, **options)
-        code_kl = jnp.sum(mj.discrete.categorical_kl(log_probs), axis=-1)
-        fit = self.log_likelihood(images, z)
+        code_kl, fit = self.code_kl(log_probs), self.log_likelihood(images, z)
         return NegativeElbo(-fit, code_kl, kl_weight * self.kl() / dataset_size)
 
     def log_likelihood(self, images: Array, z: Array) -> Array:

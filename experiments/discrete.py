@@ -217,6 +217,6 @@ def score(network: DiscreteAutoencoder, images: np.ndarray, key: Array, num_draw
         return codes, -network.log_likelihood(target, z)
 
     drawn = [draw(jax.random.fold_in(key, i)) for i in range(num_draws)]
-    code_kl = np.asarray(mj.discrete.categorical_kl(log_probs).sum(axis=-1))
+    code_kl = np.asarray(network.code_kl(log_probs))
     fit = np.mean([loss for _, loss in drawn], axis=0)
     return Scores(fit, code_kl, np.asarray(drawn[-1][0]), network.num_codes)

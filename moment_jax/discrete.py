@@ -1,8 +1,8 @@
-"""Categorical variables: Gumbel-max and Gumbel-softmax, their KL, codes with random logits.
+"""Draws of categorical variables: Gumbel-max and Gumbel-softmax.
 
 Pure functions on log-probabilities (..., K), normalised or not; -inf is a category that cannot occur,
-whose derivatives are zero. A row of -inf is no distribution: it gives zeros (and log-probabilities of
--inf), never NaN. All raise a ValueError if there is no category axis, or it is empty.
+whose derivatives are zero. A row of -inf is no distribution: it gives zeros, never NaN. Both raise a
+ValueError if there is no category axis, or it is empty.
 """
 
 import math
@@ -11,16 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from moment_jax.covariance import Covariance
 from moment_jax.covariance.fields import need
-from moment_jax.layers import softmax
 
-__all__ = [
-    "categorical_kl", "gumbel_max", "gumbel_softmax", "log_category_probabilities",
-    "log_probabilities",
-]  # fmt: skip
-
-# -- draws ---------------------------------------------------------------------------------------------
+__all__ = ["gumbel_max", "gumbel_softmax"]
 
 
 def gumbel_max(key: Array, log_probs: Array) -> Array:
@@ -75,7 +68,10 @@ def gumbel_softmax(
 
 def _perturbed(name: str, key: Array, log_probs: Array) -> tuple[Array, Array]:
     """G + log pi (0 where impossible), and which categories are possible."""
-    log_probs = _checked(name, log_probs)
+    log_probs = jnp.asarray(log_probs)
+    shape, rule = log_probs.shape, "log-probabilities of shape (..., K) with K >= 1 categories"
+    need(name, shape and shape[-1], rule, shape)
+    log_probs = log_probs.astype(jnp.promote_types(log_probs.dtype, jnp.float32))
     possible = log_probs > -jnp.inf
     # Centred, so that large logits do not cost the noise its precision.
     logits = _centred(log_probs, possible)
@@ -102,65 +98,8 @@ def checked_temperature(
     return jnp.where(tau > lowest, tau, lowest)
 
 
-# -- distributions -------------------------------------------------------------------------------------
-
-
-def log_probabilities(logits: Array) -> Array:
-    """Normalised log-probabilities (..., K), logits - logsumexp(logits): exact from 0 down to -inf.
-
-    >>> log_probabilities(jnp.array([5.0, -jnp.inf, -1e6])).tolist()
-    [0.0, -inf, -1000005.0]
-    """
-    logits = _checked("log_probabilities", logits)
-    possible = logits > -jnp.inf
-    shifted = _centred(logits, possible)
-    total = jnp.sum(jnp.where(possible, jnp.exp(shifted), 0), axis=-1, keepdims=True)
-    # The largest term is exp(0) = 1, so the sum is at least 1 unless nothing is possible.
-    return jnp.where(possible, shifted - jnp.log(jnp.maximum(total, 1)), -jnp.inf)
-
-
-def _checked(name: str, log_probs: Array) -> Array:
-    """`log_probs` in float32 at least; ValueError unless the last axis has a category."""
-    log_probs = jnp.asarray(log_probs)
-    shape, rule = log_probs.shape, "log-probabilities of shape (..., K) with K >= 1 categories"
-    need(name, shape and shape[-1], rule, shape)
-    return log_probs.astype(jnp.promote_types(log_probs.dtype, jnp.float32))
-
-
 def _centred(logits: Array, possible: Array) -> Array:
     """Logits minus the largest possible one; 0 where not possible."""
     largest = jnp.max(logits, axis=-1, keepdims=True, where=possible, initial=-jnp.inf)
     largest = jax.lax.stop_gradient(jnp.where(largest > -jnp.inf, largest, 0))
     return jnp.where(possible, jnp.where(possible, logits, 0) - largest, 0)
-
-
-def categorical_kl(log_probs: Array) -> Array:
-    """KL(p || uniform) = sum_k p_k (log p_k + log K), (...,), in nats, with 0 log 0 = 0.
-
-    It is not negative, and its derivatives are finite everywhere.
-
-    >>> round(float(categorical_kl(jnp.array([0.0, -jnp.inf]))), 6)  # log 2
-    0.693147
-    """
-    log_probs = log_probabilities(log_probs)
-    possible = log_probs > -jnp.inf
-    ratio = jnp.where(possible, log_probs, 0) + math.log(log_probs.shape[-1])
-    probs = jnp.where(possible, jnp.exp(jnp.where(possible, log_probs, 0)), 0)
-    # Rounding may leave a sum just below zero.
-    total = jnp.sum(probs * ratio, axis=-1)
-    return jnp.where(total < 0, 0, total)
-
-
-def log_category_probabilities(mean: Array, cov: Covariance) -> Array:
-    """Log E[pi], (T, K), normalised: the distribution of z under random logits, for `gumbel_softmax`.
-
-    Of logits of this mean, (T, K), -inf for a category that cannot occur, and covariance, a structure. A
-    variable z_t | pi_t ~ Categorical(pi_t) with pi = softmax(logits) is distributed as
-    Categorical(E[pi_t]). The covariance of pi, of `mj.softmax`, matters if several draws share pi.
-
-    Errors are those of `mj.softmax` (0.5 %, 4 % and 10 % of E[pi] at a logit sd of 1, 2 and 3). Results
-    are -inf exactly where the mean is; others are at least the logarithm of the smallest normal number.
-    """
-    probs, _ = softmax(mean, cov)
-    log_probs = jnp.log(jnp.maximum(probs, jnp.finfo(probs.dtype).tiny))
-    return log_probabilities(jnp.where(mean > -jnp.inf, log_probs, -jnp.inf))

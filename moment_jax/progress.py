@@ -24,13 +24,12 @@ def is_shown(asked: bool | None) -> bool:
 
 def bar(total: int, unit: str, shown: bool | None) -> Any:
     """A bar of tqdm that goes away when it is closed; None where it is not shown or not installed."""
-    if not is_shown(shown):
-        return None
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm(total=total, unit=unit, leave=False)
+    if is_shown(shown):
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm
+
+            return tqdm(total=total, unit=unit, leave=False)
+    return None
 
 
 def tracked(items: Sequence[Any], unit: str, shown: bool | None) -> Iterator[Any]:

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "propagation": BASE | {"expectations", "posterior", "layers"},
     "objectives": BASE | {"expectations", "posterior"},
     "reference": BASE | {"posterior", "layers", "propagation", "objectives"},
-    "discrete": {"covariance", "layers"},
+    "discrete": {"covariance"},
     "decoding": {"covariance", "objectives", "discrete"},
     "nn": MOMENTS | {"xla", "expectations", "layers", "progress"},
     # optim takes a Bayesian of nn at its means, so it stands above nn.

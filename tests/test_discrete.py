@@ -1,4 +1,4 @@
-"""Choices by Gumbel noise, relaxed ones and their moments, and log-probabilities by the textbook."""
+"""Choices by Gumbel noise, and relaxed ones."""
 
 import chex
 import jax
@@ -9,9 +9,7 @@ import scipy.special
 import scipy.stats
 
 import moment_jax as mj
-from tests.builders import assert_close, random_cov
-
-# -- draws --------------------------------------------------------------------------------------------
+from tests.builders import assert_close
 
 CATEGORIES, ROWS, DRAWS = 5, 10, 1_000_000
 HOLE = jnp.asarray([0.3, -jnp.inf, -1.0, 2.0, -jnp.inf])
@@ -164,78 +162,8 @@ def test_unnormalised_logits_of_any_size():
         (lambda f: f.gumbel_softmax(KEY, jnp.zeros(2), 0.0), ValueError, "ture > 0.*Got 0.0"),
         (lambda f: f.gumbel_softmax(KEY, jnp.zeros(2), float("nan")), ValueError, "ture > 0"),
         (lambda f: f.gumbel_softmax(KEY, jnp.zeros(2), jnp.ones(2)), ValueError, "one temp"),
-        (lambda f: f.categorical_kl(jnp.zeros((2, 0))), ValueError, "K >= 1"),
     ],
 )
 def test_messages(call, error, words):
     with pytest.raises(error, match=words):
         call(mj.discrete)
-
-
-# -- moments of pi under random logits, against sampling ----------------------------------------------
-
-T, K = 3, 5
-MEAN = jax.random.normal(jax.random.key(0), (T, K), jnp.float64)
-
-
-def test_law_of_a_code_is_the_mean_of_pi_and_masked_categories_are_impossible():
-    mask = jnp.asarray(np.random.default_rng(0).random((T, K)) < 0.6).at[:, 0].set(True)
-
-    def laws(cov):
-        moments = mj.softmax(MEAN, cov)
-        return *moments, mj.discrete.log_category_probabilities(MEAN, cov)
-
-    def masked(mean, cov):
-        log_probs = mj.discrete.log_category_probabilities(jnp.where(mask, mean, -jnp.inf), cov)
-        return jnp.sum(jnp.where(mask, log_probs, 0)), log_probs
-
-    default = mj.Separable.zeros((T, K), MEAN.dtype)
-    assert isinstance(jax.eval_shape(laws, default)[1], mj.Separable)
-    run = jax.jit(lambda cov: (laws(cov), jax.grad(masked, has_aux=True)(MEAN, cov)))
-    cov = random_cov(jax.random.key(1), mj.Diagonal, (T, K), 0.5)
-    (mean, _, log_probs), (slope, of_masked) = run(cov)
-    assert_close(np.exp(log_probs), mean, 1e-12)
-    assert_close(np.sum(mean, axis=1), np.ones(T), 1e-12)
-    assert ((of_masked == -jnp.inf) == ~mask).all()
-    assert jnp.isfinite(slope).all()
-
-
-# -- log-probabilities and their divergence -----------------------------------------------------------
-
-LOGITS = np.random.default_rng(0).normal(size=(7, 5)) * 3
-HOLES = np.where(np.random.default_rng(1).random((7, 5)) < 0.3, -np.inf, LOGITS)
-HOLES[0] = [-np.inf, 0.2, -np.inf, -np.inf, -np.inf]
-
-
-log_probabilities = jax.jit(mj.discrete.log_probabilities)
-categorical_kl = jax.jit(mj.discrete.categorical_kl)
-
-
-def test_log_probabilities_are_exact_to_minus_infinity():
-    found = log_probabilities(HOLES)
-    assert_close(np.exp(found), scipy.special.softmax(HOLES, axis=1))
-    row = np.asarray([0.0, -745.0, -1e30, -np.inf, -1e300])
-    assert log_probabilities(row).tolist() == row.tolist()
-    assert (log_probabilities(np.full((7, 5), -np.inf)) == -np.inf).all()
-
-
-def test_kl_is_that_of_the_textbook():
-    found = categorical_kl(HOLES + 17.0)
-    assert_close(
-        found, np.log(5) - scipy.stats.entropy(scipy.special.softmax(HOLES, axis=1), axis=1)
-    )
-    assert_close(found[0], np.log(5.0))
-    assert categorical_kl(np.full((7, 5), -np.inf)).tolist() == [0] * 7
-
-
-def test_gradients_of_kl_are_finite_zero_where_nothing_can_occur_and_those_of_differences():
-    rows = np.concatenate([HOLES, np.full((1, 5), -np.inf), [[0, -1e30, -800, -np.inf, 1]]])
-    value_and_grad = jax.jit(jax.value_and_grad(lambda x: jnp.sum(mj.discrete.categorical_kl(x))))
-    for dtype in (np.float32, np.float64):
-        value, slope = value_and_grad(rows.astype(dtype))
-        chex.assert_tree_all_finite((value, slope))
-        assert not np.asarray(slope)[np.isneginf(rows)].any()
-    steps = 1e-6 * np.eye(5)
-    up, down = (categorical_kl(LOGITS[0] + s * steps) for s in (1, -1))
-    slope = value_and_grad(LOGITS[:1].repeat(9, axis=0))[1][0]
-    assert_close(slope, (np.asarray(up) - down) / 2e-6, 1e-8)

@@ -35,6 +35,5 @@ __all__ = [
     "ChainClasses", "DiffusionMap", "attention_scores", "brownian_increments", "brownian_path",
     "chain_classes", "detailed_balance_gap", "diffusion_map", "entropy_rate",
     "gaussian_kernel", "heat_step", "ito", "mixing_time", "quadratic_variation", "row_normalize",
-    "spectral_gap", "squared_distances", "stationary", "to_sphere",
-    "transition_matrix",
+    "spectral_gap", "squared_distances", "stationary", "to_sphere", "transition_matrix",
 ]  # fmt: skip

@@ -1,8 +1,8 @@
 """`calibrate`: how far to doubt a trained network, in one number from held-out data."""
 
 import math
-import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from moment_jax.progress import tracked
 
 LOG_FACTORS = math.log(2) * np.arange(-10, 1)  # of an array's root mean square: .001 to 1
 FEWEST = 100  # examples
+_need, _warn = (partial(fn, "calibrate") for fn in (checks.need, checks.warn))
 
 
 class CalibrationReceipt(NamedTuple):
@@ -90,8 +91,7 @@ def calibrate(
     model = Bayesian(plain, likelihood, beliefs=beliefs, structure=structure, landmarks=landmarks)
     batches = [[x[i : i + batch_size] for x in inputs] for i in range(0, len(targets), batch_size)]
     outputs = np.concatenate([checks.outputs_of(plain, tuple(x)) for x in batches])
-    rule = "a network with finite outputs"
-    checks.need("calibrate", np.isfinite(outputs).all(), rule, "NaN or infinity")
+    _need(np.isfinite(outputs).all(), "a network with finite outputs", "NaN or infinity")
     if len(targets) < FEWEST:
         _warn(f"{len(targets)} examples choose a factor roughly: give {FEWEST} or more.")
     classes = isinstance(likelihood, Categorical | Bernoulli)
@@ -123,7 +123,7 @@ def calibrate(
     now = right(getattr(predicted, "label", None))
     rule = "finite predictions as right as the network's, see mj.Bayesian(network).check(x)"
     came = f"accuracy {now.mean():.3f} for {plainly.mean():.3f}"
-    checks.need("calibrate", np.isfinite(density), rule, came)
+    _need(np.isfinite(density), rule, came)
     factor, gain = math.exp(best), density - least
     if max(harmful) > density:
         _warn(f"the factor is {factor:.3g}: more noise has a higher density, but lowers accuracy.")
@@ -140,7 +140,7 @@ def calibrate(
         fits = 1 / 4 < ratios[odd] < 4
         if likelihood.noise_variance is None:
             rule = "one factor that suits all outputs, whose variance is the mean squared residual"
-            checks.need("calibrate", fits, rule, came, mend)
+            _need(fits, rule, came, mend)
         elif not fits:
             _warn(f"the variance should be the mean squared residual. It is {came}. {mend}")
     if not receipt:
@@ -154,10 +154,6 @@ def calibrate(
         log = _highest(tempered, np.linspace(-3, 3, 25), refined=12)
         facts = math.exp(log), tempered(log), float(now.mean()), float(plainly.mean())
     return found, CalibrationReceipt(factor, density, least, *facts)
-
-
-def _warn(message: str) -> None:
-    warnings.warn(f"`calibrate`: {message}", stacklevel=3)
 
 
 def _noisy(x: Any) -> Any:

@@ -1,5 +1,6 @@
 """Checks of likelihoods and data, for `fit` and `laplace`."""
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,11 @@ def likelihood(caller: str, given: Any) -> None:
     right = noise is None or (np.ndim(noise) == 0 and 0 < float(noise) < np.inf)
     rule = "one positive noise variance for all outputs"
     need(caller, right, rule, noise, "Use mj.Gaussian() to estimate it.")
+
+
+def warn(caller: str, message: str) -> None:
+    """Warn the user who called this function."""
+    warnings.warn(f"`{caller}`: {message}", stacklevel=3)
 
 
 def positive(caller: str, **settings: Any) -> None:
@@ -157,12 +163,9 @@ def _targets(
     came = f"{y.dtype} of shape {y.shape}"
     came += f" from {y.min()} to {y.max()}" if y.size and y.dtype.kind in "fiub" else ""
     mend = "Give the network one output for each target, and fill or drop missing values."
-    check(
-        right and (real or y.min() >= 0),
-        f"{'integer ' * classes}targets of shape {shape}{within}",
-        came,
-        f"The outputs are of shape {outputs}. {CLASSES if classes else mend}",
-    )
+    mend = f"The outputs are of shape {outputs}. {CLASSES if classes else mend}"
+    rule = f"{'integer ' * classes}targets of shape {shape}{within}"
+    check(right and (real or y.min() >= 0), rule, came, mend)
     if real:
         _kept(check, "targets", y, dtype)
     return y.astype(np.int32 if classes else np.float64)

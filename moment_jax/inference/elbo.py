@@ -40,12 +40,7 @@ DRAWS, MORE_DRAWS = 16, 300  # sampled networks: to keep the best state by, to c
 
 
 class Course:
-    """What a training tells: its history, and a progress bar (tqdm, where that is installed).
-
-    Args:
-      total: number of steps.
-      shown: whether to show the bar.
-    """
+    """What a training of so many steps tells: its history, and a progress bar."""
 
     def __init__(self, total: int, shown: bool) -> None:
         self.total, self.history = total, list[tuple[int, float, float]]()

@@ -24,7 +24,7 @@ from moment_jax.nn.static import Static
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
 from moment_jax.posterior import FullNormal
 
-EVIDENCE_STEPS, EVIDENCE_RATE = 20_000, 1e-2
+STEPS, RATE = 20_000, 1e-2
 MOST_WEIGHTS = 5_000  # a round inverts the square of that
 ROUNDS, BATCH = 10, 64
 FIRST_NOISE = 0.1
@@ -136,9 +136,8 @@ class Evidence:
             start, end = (steps * n // ROUNDS for n in (done, done + 1))
             chosen = zip(*((x.precision[self.of], x.noise, x.doubt) for x in settings), strict=True)
             given = keys, *data, *(jnp.asarray(np.stack(x), first.dtype) for x in chosen)
-            states, _ = _side_by_side(training)(
-                states, given, jnp.int32(start), jnp.int32(end - start)
-            )
+            rounds = jnp.int32(start), jnp.int32(end - start)
+            states, _ = _side_by_side(training)(states, given, *rounds)
             with np.errstate(over="ignore", invalid="ignore"):
                 modes = [self.mode(w) for w in np.asarray(training.model(states).weights[...])]
                 each = [np.sqrt(np.mean(x.outputs**2)) + 0 * np.sum(x.roots) for x in modes]

@@ -14,13 +14,7 @@ from flax import linen, nnx
 from moment_jax.covariance import Covariance
 from moment_jax.inference import data as checks
 from moment_jax.inference.elbo import ELBO_RATE, ELBO_STEPS, Course, by_elbo
-from moment_jax.inference.evidence import (
-    EVIDENCE_RATE,
-    EVIDENCE_STEPS,
-    MOST_WEIGHTS,
-    anew,
-    by_evidence,
-)
+from moment_jax.inference.evidence import MOST_WEIGHTS, RATE, STEPS, anew, by_evidence
 from moment_jax.inference.laplace_approximation import LaplaceReceipt
 from moment_jax.nn import likelihood as likelihoods
 from moment_jax.nn.bayesian import Bayesian, Mixture
@@ -46,27 +40,14 @@ class FitReceipt(NamedTuple):
 
 
 def fit(
-    network: nnx.Module | linen.Module | Bayesian,
-    likelihood: Any,
-    data: tuple[Any, Any],
-    *,
-    objective: str | None = None,
-    members: int = 1,
-    held_out: float | tuple[Any, Any] | None = None,
-    random: Any = None,
-    max_steps: int | None = None,
-    patience: int | None = None,
-    learning_rate: float | None = None,
-    kl_weight: float | None = None,
-    relative_scale: float | None = None,
-    prior: Any = None,
-    prior_scale: float | None = None,
-    structure: type[Covariance] | None = None,
-    seed: int = 0,
-    progress: bool | None = None,
-    receipt: bool = False,
-    output: Callable[[Any], Any] | None = None,
-) -> Any:
+    network: nnx.Module | linen.Module | Bayesian, likelihood: Any, data: tuple[Any, Any], *,
+    objective: str | None = None, members: int = 1, held_out: float | tuple[Any, Any] | None = None,
+    random: Any = None, max_steps: int | None = None, patience: int | None = None,
+    learning_rate: float | None = None, kl_weight: float | None = None,
+    relative_scale: float | None = None, prior: Any = None, prior_scale: float | None = None,
+    structure: type[Covariance] | None = None, seed: int = 0, progress: bool | None = None,
+    receipt: bool = False, output: Callable[[Any], Any] | None = None,
+) -> Any:  # fmt: skip
     """Train a belief about a network's weights, or an average of plain networks, with Adam.
 
     **"evidence"**, for networks whose weights the data determine, of at most 5,000: a MAP estimate, ten
@@ -168,13 +149,13 @@ def fit(
     else:
         plain = as_nnx(network, output)
     inputs, targets, shape = checks.data("fit", plain, likelihood, data)
-    steps = max_steps or (EVIDENCE_STEPS if objective == "evidence" else ELBO_STEPS)
+    steps = max_steps or (STEPS if objective == "evidence" else ELBO_STEPS)
     evidence: tuple[LaplaceReceipt, ...] = ()
     if objective == "evidence":
         course = Course(steps, shown)
         models, evidence = by_evidence(
             plain, likelihood, inputs, targets, shape, members=int(members), steps=steps,
-            rate=learning_rate or EVIDENCE_RATE, seed=seed,
+            rate=learning_rate or RATE, seed=seed,
             tell=lambda step, value: course(step, -value / len(targets)),
         )  # fmt: skip
         course.close()
@@ -215,7 +196,7 @@ def _chosen(
     right = objective in ("evidence", "elbo", "plain", None)
     need(right, 'objective="evidence", "elbo", "plain" or None', repr(objective))
     need(members == int(members), "a whole number of members", members)
-    trained = isinstance(network, Bayesian)
+    trained, real = isinstance(network, Bayesian), isinstance(likelihood, checks.REAL)
     known = () if trained else jax.tree.leaves(nnx.state(as_nnx(network), FLOATING))
     size, given = sum(x.size for x in known), [name for name, x in own.items() if x is not None]
     reasons = {
@@ -223,8 +204,7 @@ def _chosen(
         "a Bayesian, which is trained itself": trained,
         f"{', '.join(given)}, for the ELBO alone": given,
         f"{size:,} weights, of 1 to {MOST_WEIGHTS:,}": not 0 < size <= MOST_WEIGHTS,
-        "a likelihood that is not Gaussian": objective is None
-        and not isinstance(likelihood, checks.REAL),
+        "a likelihood that is not Gaussian": objective is None and not real,
     }
     against = next((reason for reason, holds in reasons.items() if holds), "")
     if objective == "evidence":

@@ -1,8 +1,8 @@
 """Laplace approximation: a belief about the weights of an ordinarily trained network."""
 
 import math
-import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +24,7 @@ NUMBERS = 2**25  # of the Jacobian at once
 LONGEST = 4096  # axis of a matrix that has Kronecker factors
 LOG_RANGE = (-14.0, 18.0)  # of the prior precision by the evidence: 1e-6 to 7e7
 PRECISIONS = np.logspace(-2, 6, 17)  # compared on held-out data
+_need, _warn = (partial(fn, "laplace") for fn in (checks.need, checks.warn))
 
 
 class LaplaceReceipt(NamedTuple):
@@ -94,11 +95,11 @@ def laplace(
     >>> model.predict(x).sd.shape
     (20, 1)
     """
-    checks.need("laplace", kind in ("kfac", "diagonal"), "a kind, kfac or diagonal", repr(kind))
+    _need(kind in ("kfac", "diagonal"), "a kind, kfac or diagonal", repr(kind))
     checks.likelihood("laplace", likelihood)
     rule = "either held_out, which chooses one prior precision, or per_layer or prior_precision"
     other = per_layer or prior_precision is not None
-    checks.need("laplace", held_out is None or not other, rule, "both", "Leave one out.")
+    _need(held_out is None or not other, rule, "both", "Leave one out.")
     checks.positive("laplace", prior_precision=prior_precision, batch_size=batch_size)
     plain = as_nnx(network, output)
     selected("laplace", plain, random)  # or raise
@@ -121,12 +122,11 @@ def laplace(
     widths = {path: np.asarray(centre[path].variance, np.float64) for path in known}
     for path in small:
         rule = "one prior variance for each array, or kind='diagonal'"
-        checks.need("laplace", np.ptp(widths[path]) == 0, rule, f"several at {path}")
+        _need(np.ptp(widths[path]) == 0, rule, f"several at {path}")
     check_network("laplace", split, inputs)
     parts = [*curvature.batches(curvature.outputs, frame, inputs, batch_size)]
     outputs = np.concatenate(parts)[: len(targets)].reshape(-1, *shape)
-    rule = "a network with finite outputs"
-    checks.need("laplace", np.isfinite(outputs).all(), rule, "NaN or infinity")
+    _need(np.isfinite(outputs).all(), "a network with finite outputs", "NaN or infinity")
     units = np.ones(1)
     if likelihood == Gaussian():  # outputs may be in different ones
         residuals, columns = (x.reshape(-1, shape[-1]) for x in (targets - outputs, targets))
@@ -176,10 +176,6 @@ def _best_on(held: Any, at: Any, curvature: Curvature, frame: Frame, bases: Arra
     more = bases, stacked, jnp.asarray(noises)
     densities = curvature.total(curvature.log_densities, frame, held, *more)
     return float(PRECISIONS[np.argmax(np.nan_to_num(densities, nan=-np.inf))])
-
-
-def _warn(message: str) -> None:
-    warnings.warn(f"`laplace`: {message}", stacklevel=3)
 
 
 def posterior(

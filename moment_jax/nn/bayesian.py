@@ -404,6 +404,4 @@ class Mixture(Module):
         options |= {"batch_size": batch_size}
         return averaged([member.predict(*inputs, **options) for member in self.members])
 
-    def log_prob(self, x: Any, y: Array, *, batch_size: int = 256, **options: Any) -> Array:
-        """Log predictive density of each target, in nats: `predict(x).log_prob(y)`."""
-        return self.predict(*arguments(x), batch_size=batch_size, **options).log_prob(y)
+    log_prob: Any = Bayesian.log_prob

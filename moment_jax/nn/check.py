@@ -105,9 +105,8 @@ def checked(
 ) -> Check:  # fmt: skip
     """See `Bayesian.check`."""
     inputs, known = arguments(x), Static(options)
-    (moments, seconds), ((mean, sd, fits), seconds_sampled) = beside_sampled(
-        model, "check", inputs, key, samples, progress, known, y
-    )
+    found = beside_sampled(model, "check", inputs, key, samples, progress, known, y)
+    (moments, seconds), ((mean, sd, fits), seconds_sampled) = found
     claim = None if y is None else Claim.of(model, y, moments, fits)
     varies = np.asarray(sd) != 0  # NaN too, which is told
     ratio = np.asarray(moments.sd / sd)[varies]

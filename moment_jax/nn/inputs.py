@@ -69,9 +69,8 @@ def explain_batch(plain: Any, inputs: tuple[Any, ...], options: Any, error: Exce
 
     def as_one(dropped: int) -> Any:
         """Shapes of a batch of one, without the first `dropped` axes of the inputs."""
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((1, *x.shape[dropped:]), x.dtype), inputs
-        )
+        kind = jax.ShapeDtypeStruct
+        return jax.tree.map(lambda x: kind((1, *x.shape[dropped:]), x.dtype), inputs)
 
     if isinstance(error.__cause__, FlaxError) or errors.takes(plain, as_one(1)):
         return

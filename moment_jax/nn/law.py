@@ -43,8 +43,10 @@ def hold(
     given = jax.tree.map(lambda x: x[:EXAMPLES], inputs)
     plain = partial(at_means, graph, known=known)
     output = plain(state, given)
-    if np.isnan(output).any():
-        _refuse_nan(certain)
+    if np.isnan(output).any():  # of a weight, perhaps
+        for path, x in nnx.to_flat_state(nnx.state(certain, nnx.Param)):
+            came = f"NaN in {joined(path)}, and so in the network's output"
+            need("mj.Bayesian", not np.isnan(x[...]).any(), "finite weights", came)
 
     def own() -> float:
         unit = law.rounding(jax.make_jaxpr(plain)(state, given))
@@ -112,13 +114,6 @@ def _holds(model: Any, inputs: Any) -> bool:
 
 def _network(model: Any) -> Any:
     return model.graph, model.structure
-
-
-def _refuse_nan(model: Any) -> None:
-    """Raise if it is the weights that make the output NaN."""
-    for path, x in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        came = f"NaN in {joined(path)}, and so in the network's output"
-        need("mj.Bayesian", not np.isnan(x[...]).any(), "finite weights", came)
 
 
 @partial(jax.jit, static_argnums=0, static_argnames="known")

@@ -1,7 +1,7 @@
 """A model's targets: their likelihood, and its expectation over a batch."""
 
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import jax.numpy as jnp
 from flax import nnx
@@ -10,10 +10,8 @@ from jax import Array
 from moment_jax import objectives
 from moment_jax.covariance import Moments
 from moment_jax.covariance.fields import need
-from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
+from moment_jax.objectives import Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
 from moment_jax.objectives.checks import labels_of, over_batch
-
-LIKELIHOODS = (Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian)
 
 
 class LogNoise(nnx.Param):
@@ -21,11 +19,13 @@ class LogNoise(nnx.Param):
 
 
 def check(caller: str, likelihood: Any) -> None:
-    """Raise unless it is one of `LIKELIHOODS`."""
-    rule = f"a likelihood, one of {', '.join(f'{kind.__name__}()' for kind in LIKELIHOODS)}"
+    """Raise unless it is a `Likelihood`."""
+    rule = (
+        f"a likelihood, one of {', '.join(f'{kind.__name__}()' for kind in get_args(Likelihood))}"
+    )
     came = repr(likelihood) if isinstance(likelihood, str | type) else type(likelihood).__name__
     mend = "Give an object, after the network, as in mj.Bayesian(network, mj.Categorical())."
-    need(caller, isinstance(likelihood, LIKELIHOODS), rule, came, mend, TypeError)
+    need(caller, isinstance(likelihood, Likelihood), rule, came, mend, TypeError)
 
 
 def stored(likelihood: Any) -> tuple[Any, Any]:

@@ -18,7 +18,9 @@ from moment_jax.covariance.fields import by_shapes, need
 from moment_jax.nn.static import Static
 
 DRAWS, WRITES = "draws random numbers", "writes statistics, a cache or other state"
-FLOATING = nnx.All(nnx.Param, lambda _, x: is_floating(x))  # a filter
+FLOATING = nnx.All(  # a filter of parameters that hold real numbers
+    nnx.Param, lambda _, x: jnp.issubdtype(getattr(x, "dtype", int), jnp.floating) and x.size > 0
+)
 
 
 class Module(nnx.Module):
@@ -70,10 +72,8 @@ class Raveled(nnx.Module):
     @property
     def arrays(self) -> dict[str, Array]:
         """The arrays by path, in the vector's order."""
-        leaves = jax.tree_util.tree_leaves_with_path(self.unravel(self.weights[...]))
-        names = (jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves)
-        values = (x for _, x in leaves)
-        return dict(zip((x.removesuffix("/value") for x in names), values, strict=True))
+        flat = nnx.to_flat_state(self.unravel(self.weights[...]))
+        return {"/".join(map(str, path)): x[...] for path, x in flat}
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         return self.network(*inputs, **options)
@@ -181,8 +181,3 @@ def _one_array(caller: str, found: Any) -> Any:
     mend = "Return an array." if first is None else f"Give output=lambda out: out{first}."
     rule, came = "one array, or output= to pick it", f"{type(found).__name__}: {came}"
     raise TypeError(f"`{caller}` needs a network that returns {rule}. Got {came}. {mend}")
-
-
-def is_floating(value: Any) -> bool:
-    """Whether a parameter holds real numbers."""
-    return jnp.issubdtype(getattr(value, "dtype", int), jnp.floating) and value.size > 0

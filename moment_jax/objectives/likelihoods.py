@@ -108,9 +108,8 @@ class Categorical:
     def __call__(self, moments: Moments) -> predictive.CategoricalPredictive:
         """The predictive probabilities E[softmax(f)], and their uncertainty."""
         known = moments.variance if moments.cov.entrywise else moments.features
-        log_probs, parts = probabilities_with_uncertainty(
-            moments.mean, known, num_points=self.num_points
-        )
+        points = {"num_points": self.num_points}
+        log_probs, parts = probabilities_with_uncertainty(moments.mean, known, **points)
         kept = known.ndim == moments.mean.ndim or known.shape[-1] <= MOST_KEPT
         mean, cov = (jnp.expand_dims(x, moments.mean.ndim - 1) for x in (moments.mean, known))
         logits = predictive.Logits(mean, cov) if kept else None

@@ -199,9 +199,7 @@ def undo_bad_steps(inner: GradientTransformation) -> GradientTransformationExtra
         inner_state = jax.tree.map(
             without_momentum, inner_state, is_leaf=lambda part: isinstance(part, MOMENTA)
         )
-        steps = jax.tree.map(
-            lambda step, moved: jnp.where(back, -moved.astype(step.dtype), step), steps, last_step
-        )
+        steps = jax.tree.map(lambda x, s: jnp.where(back, -s.astype(x.dtype), x), steps, last_step)
         takes = ~back & jnp.isfinite(loss)
         share = jnp.where(first, 1, SHARE) * takes
         change = jnp.where(takes, loss - state.average, 0)

@@ -18,9 +18,8 @@ Shape = tuple[int, ...]
 Steps = tuple[tuple[Shape, Shape], ...]  # each the shape of a reshape, then a permutation
 
 LEAST = 64  # a shorter side counts as one of this length
-MOST_RATIO = (
-    4.5  # of sides, up to which a layer is whole: those of Transformers take 6 % more steps cut
-)
+# Of sides, up to which a layer is whole: those of Transformers take 6 % more steps cut.
+MOST_RATIO = 4.5
 
 
 def path_name(path: tuple[Any, ...]) -> str:
@@ -53,14 +52,11 @@ class LayerBlock:
     factor: Any = KroneckerFactor  # the type of its curvature
 
     @property
-    def shapes(self) -> list[Shape]:
-        """The shapes of its parameters, which their first steps have."""
-        return [steps[0][0] for steps in self.steps]
-
-    @property
     def rows(self) -> int:
         """Height of the matrix."""
-        return sum(map(math.prod, self.shapes)) // (self.columns * math.prod(self.stack))
+        # Their first steps have the shapes of the parameters.
+        size = sum(math.prod(steps[0][0]) for steps in self.steps)
+        return size // (self.columns * math.prod(self.stack))
 
     @property
     def parts(self) -> tuple[int, int]:
@@ -135,7 +131,7 @@ def groups_of(tree: Any, blocks: Blocks) -> Groups:
         )
     groups: Groups = {}
     for block in found:
-        for leaf, shape in zip(block.leaves, block.shapes, strict=True):
+        for leaf, ((shape, _), *_) in zip(block.leaves, block.steps, strict=True):
             if leaf in masked:
                 raise ValueError(
                     f"The curvature of layer {block.name!r} is that of all its parameters, "
@@ -168,9 +164,8 @@ def unstack(groups: Groups, matrices: Matrices, like: Any) -> Any:
     """The inverse of `stack`, which is its transpose: a tree like the given one."""
     dtype = jnp.result_type(*matrices.values())
     wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), like)
-    (tree,) = jax.linear_transpose(partial(stack, groups), wide)(
-        jax.tree.map(lambda x: x.astype(dtype), matrices)
-    )
+    matrices = {key: x.astype(dtype) for key, x in matrices.items()}
+    (tree,) = jax.linear_transpose(partial(stack, groups), wide)(matrices)
     return jax.tree.map(lambda new, old: new.astype(old.dtype), tree, like)
 
 

@@ -26,11 +26,6 @@ from moment_jax.optim.taps import Layers
 class Prediction(abc.ABC):
     """A predictive distribution of a batch, whose arrays have the N examples as their first axis."""
 
-    @property
-    def num_examples(self) -> int:
-        """N."""
-        return jax.tree.leaves(self)[0].shape[0]
-
     @abc.abstractmethod
     def sampled_loss(self, key: Array) -> Array:
         """sum_n -log p(y_n), nats, with y_n drawn from the prediction and held fixed."""
@@ -166,13 +161,10 @@ def value_grad_and_factors(
             # Of the bits of the loss: new at each step, the same in each run.
             bits = jax.lax.bitcast_convert_type(value.astype(jnp.float32), jnp.uint32)
             drawn = jax.random.fold_in(jax.random.key(0), bits) if key is None else key
-            return prediction.sampled_loss(drawn), prediction.num_examples
+            return prediction.sampled_loss(drawn), len(jax.tree.leaves(prediction)[0])
 
         def factors() -> Factors:
-            dummies = {
-                block.name: block.no_factor(dtype, *block.lead, counts=block.stack)
-                for block in blocks
-            }
+            dummies = {b.name: b.no_factor(dtype, *b.lead, counts=b.stack) for b in blocks}
             sums, num_examples = jax.grad(sampled_loss, has_aux=True)(dummies)
             return {block.name: averaged(block, sums[block.name], num_examples) for block in blocks}
 

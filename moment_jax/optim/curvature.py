@@ -81,9 +81,8 @@ def averaged(averages: Factors, new: Factors, kept: Array, finite: Array) -> Fac
 
         def mix(old: Array, new: Array) -> Array:
             # `where`, because a factor that is not taken may hold NaN.
-            return jnp.where(
-                take, old + step.astype(old.dtype) * (new.astype(old.dtype) - old), old
-            )
+            mixed = old + step.astype(old.dtype) * (new.astype(old.dtype) - old)
+            return jnp.where(take, mixed, old)
 
         mixed: Any = jax.tree.map(mix, average, new)
         return mixed._replace(weight=weight)
@@ -138,9 +137,8 @@ def unpacked(factors: Factors, inverses: Inverses) -> tuple[Factors, Inverses]:
             inputs, outputs = (jnp.where(lower, x, y) for x, y, lower in turned)
             factors[key] = kept._replace(inputs=inputs, outputs=outputs)
             others = zip((jnp.where(lower, y, x) for x, y, lower in turned), pair, strict=True)
-            inverses[key] = InversePair(
-                *(jnp.where(on_diagonal(x.shape), d[..., None], x) for x, d in others)
-            )
+            whole = (jnp.where(on_diagonal(x.shape), d[..., None], x) for x, d in others)
+            inverses[key] = InversePair(*whole)
     return factors, inverses
 
 

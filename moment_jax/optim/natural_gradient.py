@@ -95,10 +95,8 @@ def _scale_by_curvature(
 
     def init(params: optax.Params) -> SecondOrderState:
         dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(params))
-        none = {
-            key: each[0].no_factor(dtype, sum(block.count for block in each))
-            for key, each in blocks.groups_of(params, given).items()
-        }
+        groups = blocks.groups_of(params, given).items()
+        none = {k: each[0].no_factor(dtype, sum(b.count for b in each)) for k, each in groups}
         none, inverses = curvature.packed(none, curvature.no_inverses(none if inverts else {}))
         last = LastStep(*(jnp.zeros((), jnp.float32) for _ in LastStep._fields))
         return SecondOrderState(none, jnp.int32(0), jnp.int32(0), jnp.bool_(True), inverses, last)
@@ -205,11 +203,8 @@ def kfac(
       momentum: of the running average of the directions; 0 for none.
       weight_decay: decoupled, as in AdamW: also subtracts learning_rate weight_decay params.
     """
-    direction = scale_by_kfac(
-        blocks=blocks, damping=3e-4 if damping is None else damping, decay=decay,
-        curvature_every=curvature_every,
-    )  # fmt: skip
-    return _chain("kfac", direction, learning_rate, damping, kl_bound, momentum, weight_decay)
+    scale_by = partial(scale_by_kfac, blocks=blocks, decay=decay, curvature_every=curvature_every)
+    return _chain("kfac", scale_by, learning_rate, damping, kl_bound, momentum, weight_decay)
 
 
 def cg_fac(
@@ -223,18 +218,16 @@ def cg_fac(
 
     The arguments are described there; `update` is called likewise.
     """
-    direction = scale_by_cg_fac(
-        blocks=blocks, damping=3e-4 if damping is None else damping, decay=decay,
-        max_iterations=max_iterations, tolerance=tolerance, precondition=precondition,
-        curvature_every=curvature_every,
+    scale_by = partial(
+        scale_by_cg_fac, blocks=blocks, max_iterations=max_iterations, tolerance=tolerance,
+        precondition=precondition, decay=decay, curvature_every=curvature_every,
     )  # fmt: skip
-    return _chain("cg_fac", direction, learning_rate, damping, kl_bound, momentum, weight_decay)
+    return _chain("cg_fac", scale_by, learning_rate, damping, kl_bound, momentum, weight_decay)
 
 
 def _chain(
-    name: str, direction: optax.GradientTransformationExtraArgs, learning_rate: Number | Schedule,
-    damping: Number | Schedule | None, kl_bound: Number | Schedule | None, momentum: Number,
-    weight_decay: Number,
+    name: str, scale_by: Callable[..., Any], learning_rate: Number | Schedule,
+    damping: Any, kl_bound: Any, momentum: Number, weight_decay: Number,
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     check_range(name, learning_rate=learning_rate, kl_bound=kl_bound, weight_decay=weight_decay)
     check_range(name, below=1, momentum=momentum)
@@ -247,6 +240,7 @@ def _chain(
         rate = rate_at(count)
         return current(kl_bound, count) / jnp.where(rate == 0, 1, rate) ** 2
 
+    direction = scale_by(damping=3e-4 if damping is None else damping)
     direction = adaptation.trust_region(direction, None if kl_bound is None else of_direction)
     chain = optax.chain(
         adaptation.adapt_damping(direction) if damping is None else direction,

@@ -19,8 +19,7 @@ from moment_jax.reference.transformer import (
 )
 
 __all__ = [
-    "DenseMoments", "MonteCarloMoments", "attention",
-    "dense", "dense_moments", "encoder_block", "feed_forward",
-    "layer_norm", "monte_carlo", "proposition1", "proposition2", "proposition3",
+    "DenseMoments", "MonteCarloMoments", "attention", "dense", "dense_moments", "encoder_block",
+    "feed_forward", "layer_norm", "monte_carlo", "proposition1", "proposition2", "proposition3",
     "proposition4", "relu", "softmax",
 ]  # fmt: skip

@@ -349,7 +349,8 @@ def test_blocks_of_a_bayesian_are_of_its_own_variables(create, shape):
     assert blocks == optim.find_blocks(logits_of, model, jnp.zeros(shape, "float32"), labels)
     values = flatten(nnx.state(model, nnx.Param))
     for block in blocks:
-        assert [values[leaf].shape for leaf in block.leaves] == block.shapes
+        shapes = [steps[0][0] for steps in block.steps]
+        assert [values[leaf].shape for leaf in block.leaves] == shapes
     layers = {leaf for block in blocks for leaf in block.leaves}
     means = {p for p in values if p.endswith(("kernel", "kernel/mean", "bias", "bias/mean"))}
     assert means <= layers
