@@ -13,10 +13,10 @@ from jax import Array
 from moment_jax.layers.dense import dense
 from moment_jax.layers.ends import embedding
 from moment_jax.layers.params import DenseParams
-from moment_jax.posterior import Factorized, FullNormal, Point, Posterior
+from moment_jax.posterior import Point, Posterior
 from moment_jax.propagation import arrays, primitives, regions
 from moment_jax.propagation.arrays import Axes, Carry, Moments, Places, Sequence
-from moment_jax.propagation.graph import Node, as_weight, independent, is_random
+from moment_jax.propagation.graph import Node, as_weight, is_random
 from moment_jax.propagation.paths import Path
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.weights import Weight, rescaled, select
@@ -98,7 +98,6 @@ def read_dense(
 
 @rule("dot_general")
 def _dense(propagator: Propagator, node: Node) -> Moments | None:
-    node = _with_kernel(propagator, node)
     found = read_dense(propagator, node)
     if found is None:
         return _over_tokens(propagator, node)
@@ -110,29 +109,6 @@ def _dense(propagator: Propagator, node: Node) -> Moments | None:
 
     propagator.note(node, "dense", "input and kernel independent")
     return arrays.made(compute, (len(x.order), layer.kernel.shape[1]), found.places, x)
-
-
-def _with_kernel(propagator: Propagator, node: Node) -> Node:
-    """The product with a kernel that is a function of weights alone, such as a normalised one.
-
-    What that function's moments say of the kernel is a belief about it: with all covariances in `Full`,
-    of independent entries in other structures.
-    """
-    if len(node.nodes) < 2 or not independent(*node.operands):
-        return node
-    for side in (1, 0):
-        kernel = node.operands[side]
-        if any(n.op not in {*regions.BY_ROW, "belief"} for n in regions.between(kernel, [])):
-            continue
-        m = propagator.moments(kernel)
-        posterior: Any = Factorized(m.array(), m.variance())
-        if propagator.structure.exact:
-            cov = m.base.numbers[1].entries(m.places.reshape(1, -1)).cov
-            posterior = FullNormal(m.array(), cov.reshape(2 * m.shape))
-        operands = list(node.operands)
-        operands[side] = Weight.of(posterior)
-        return replace(node, operands=tuple(operands))
-    return node
 
 
 def _over_tokens(propagator: Propagator, node: Node) -> Moments | None:

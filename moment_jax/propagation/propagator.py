@@ -256,11 +256,11 @@ def propagate(
 
     No rule have: convolutions but those of patches (kernel = stride), maxima and comparisons of two
     random entries or more, cumulative sums, sorting, scattered entries, random conditions and indices,
-    rounding and other functions that jump with curved pieces, branches, recurrent loops, one weight used
-    in two places other than a product with its transpose, such as a layer that is called twice, and
-    attention other than softmax(where(mask, scale * q k^T + bias, number)) v: with a sink, or a head
-    that mixes others. They raise an error that names the line; `mj.linearised` takes them all, and so
-    do certain weights.
+    rounding and other functions that jump with curved pieces, branches, recurrent loops, kernels that
+    are functions of weights (weight normalisation) of a random array, one weight used in two places
+    other than a product with its transpose, such as a layer that is called twice, and attention other
+    than softmax(where(mask, scale * q k^T + bias, number)) v: with a sink, or a head that mixes others.
+    They raise an error that names the line; `mj.linearised` takes them all, and so do certain weights.
 
     Assumes that weight arrays are independent of each other and of random inputs, and a single input:
     for a batch, use jax.vmap (axes of size one are fine); the examples of a batch that come in as one

@@ -397,6 +397,9 @@ REFUSED = {  # functions of (3, 2) weights and of (2, 3) inputs
         lambda p, x: jax.lax.reduce_window(x @ p, -jnp.inf, jax.lax.max, (2, 1), (2, 1), "VALID"),
         r"reduce_window_max.*" + NO_RULE,
     ),
+    "a kernel made of weights": (
+        lambda p, x: x[:, :2] @ p[:2] @ jnp.exp(p[2:]).T, r"dot_general.*" + NO_RULE,
+    ),
     "shifted": (lambda p, x: x @ p - x @ (p - 1.0), SHARED),
     "multiple beside it": (lambda p, x: x @ p + x @ (2 * p), SHARED),
     "multiple under it": (lambda p, x: jnp.tanh(x @ p) @ (2 * p).T, TIED),
