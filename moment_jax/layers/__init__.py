@@ -3,7 +3,7 @@
 from moment_jax.covariance import Diagonal, Full, Separable
 from moment_jax.layers import diagonal, full, separable, separable_attention
 from moment_jax.layers.blocks import decoder_block, encoder_block
-from moment_jax.layers.dense import activation, dense, gelu, matmul, relu
+from moment_jax.layers.dense import activation, dense, matmul
 from moment_jax.layers.ends import embedding, softmax
 from moment_jax.layers.params import (
     AttentionParams,

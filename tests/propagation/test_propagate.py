@@ -35,7 +35,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize(
     ("structure", "written", "transform"),
     [
-        (mj.Diagonal, lambda x: jnp.where(x > 0, x, 0.0), mj.relu),
+        (mj.Diagonal, lambda x: jnp.where(x > 0, x, 0.0), lambda m, c: mj.activation(m, c, "relu")),
         (mj.Separable, jnp.tanh, lambda m, c: mj.activation(m, c, jnp.tanh)),
         (mj.Full, jax.nn.softmax, mj.softmax),
     ],
