@@ -16,8 +16,6 @@ import numpy as np
 from jax import Array
 
 from moment_jax.covariance.base import plus
-from moment_jax.covariance.numerics import safe_sqrt
-from moment_jax.expectations import ElementwiseMoments
 from moment_jax.propagation import arrays, primitives
 from moment_jax.propagation.arrays import Base, Moments, Places, Sequence
 from moment_jax.propagation.errors import LINEARISE, refuse, register, shapes, where
@@ -159,44 +157,23 @@ def _aligned(propagator: Propagator, node: Node, *operands: Any) -> list[Sequenc
     return [m.sequence(*axes) for m in found]
 
 
-@rule("mul", "div")
+@rule("mul")
 def _product(propagator: Propagator, node: Node) -> Moments | None:
-    """Moments to second order in the noise; a quotient is a product with the reciprocal's moments."""
+    """Moments to second order in the noise."""
     if not all(map(is_random, node.operands)):
         return None
     a, b = _aligned(propagator, node, *node.operands)
     apart = not dependent(propagator, node, [a, b])
 
     def compute() -> tuple[Any, ...]:
-        cross = covariance(propagator, node, a, b)
-        p, of_p, slope = b.mean, b.cov, jnp.ones_like(b.mean)
-        if node.op == "div":
-            moments = _reciprocal(b.mean, b.cov.variance())
-            p, of_p, slope = moments.mean, b.cov.elementwise(moments), moments.gain
-        mean, to_first = a.mean * p, cross
-        if cross is not None:
-            cross = cross.rescale(slope) if node.op == "div" else cross
-            mean, to_first = mean + cross.own(), _times(p, a.mean, cross)
-        cov = a.cov.rescale(p).add_branch(of_p.rescale(a.mean), to_first)
-        cov = cov.add(a.cov.hadamard(of_p, cross))
-        return mean, cov, partial(_times, 1, p), partial(_times, 1, a.mean * slope)
+        cross, mean = covariance(propagator, node, a, b), a.mean * b.mean
+        cov = a.cov.rescale(b.mean).add_branch(b.cov.rescale(a.mean), _times(b.mean, a.mean, cross))
+        mean = mean if cross is None else mean + cross.own()
+        cov = cov.add(a.cov.hadamard(b.cov, cross))
+        return mean, cov, partial(_times, 1, b.mean), partial(_times, 1, a.mean)
 
-    assumed = "factors independent" if apart else "factors jointly Gaussian"
-    assumed += ", the divisor of one sign" if node.op == "div" else ""
-    propagator.note(node, "product" if node.op == "mul" else "quotient", assumed)
+    propagator.note(node, "product", "factors " + ("independent" if apart else "jointly Gaussian"))
     return arrays.made(compute, a.shape, arrays.ordered(node.shape, *a.axes), a, b)
-
-
-def _reciprocal(mean: Array, variance: Array) -> ElementwiseMoments:
-    """Moments of 1 / x for an x that keeps its sign, log-normal: those of a Gaussian are infinite.
-
-    NaN where x is within two sd of zero, and may change its sign.
-    """
-    inverse = 1 / mean
-    relative = variance * inverse**2
-    out = jnp.where(relative < 0.25, inverse * (1 + relative), jnp.nan)
-    rest = safe_sqrt(relative * (out**2 - inverse**2))
-    return ElementwiseMoments(out, relative * out**2, -(inverse**2), rest)
 
 
 @rule("select_n")

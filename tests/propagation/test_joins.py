@@ -68,11 +68,6 @@ def highway(p, x):
     return gate * jnp.tanh(x @ p["b"]) + (1 - gate) * x
 
 
-def evidence(p, x):
-    alpha = jax.nn.softplus(x @ p["b"]) + 1
-    return alpha / alpha.sum(-1, keepdims=True)
-
-
 def compared(p, x):
     """Two inputs in one batch, each with its own attention."""
     y = attend(p, norm(jnp.stack([x, jnp.roll(x, 1, axis=1)])))
@@ -105,7 +100,6 @@ JOINS = {  # functions of the weights and of h = x @ e
     "a scalar gain": lambda p, h: h + p["scalar"] * jnp.tanh(h @ p["b"]),
     "gains for each token": lambda p, h: h * p["mix"][:, :D],
     "a random slope": lambda p, h: jnp.where(h > 0, h, p["slope"] * h),
-    "a quotient": evidence,
     "at most a norm": lambda p, h: h * jnp.minimum(1, 2 / jnp.linalg.norm(h, axis=-1, keepdims=True)),
 }  # fmt: skip
 KNOWN = {"values": "v", "queries and values": "qv", "queries": "q", "the embedding": "e"}
@@ -190,9 +184,3 @@ def test_single_precision_stays_where_double_is_on(structure):
     weights, x = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (WEIGHTS, X))
     moments = jax.eval_shape(mj.propagate(gates, structure=structure), weights, x)
     assert all(a.dtype == jnp.float32 for a in jax.tree.leaves(moments))
-
-
-def test_a_divisor_that_may_change_its_sign_makes_nan():
-    weights = mj.posterior.Factorized(jnp.array([1.0, 1.0, 1.0, 0.1]), jnp.full(4, 0.01))
-    mean, _ = jax.jit(mj.propagate(lambda w: w[:2] / jnp.tanh(w[2:])))(weights)
-    assert jnp.array_equal(jnp.isnan(mean), jnp.array([[False, True]]))

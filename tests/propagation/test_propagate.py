@@ -397,6 +397,8 @@ REFUSED = {  # functions of (3, 2) weights and of (2, 3) inputs
         lambda p, x: jax.lax.reduce_window(x @ p, -jnp.inf, jax.lax.max, (2, 1), (2, 1), "VALID"),
         r"reduce_window_max.*" + NO_RULE,
     ),
+    "a quotient": (lambda p, x: x @ p[:, :1] / (x @ p[:, 1:]), r"`div`.*" + NO_RULE),
+    "a random divisor": (lambda p, x: x @ p[:, :1] / p[0, 1], r"`div`.*" + NO_RULE),
     "a kernel made of weights": (
         lambda p, x: x[:, :2] @ p[:2] @ jnp.exp(p[2:]).T, r"dot_general.*" + NO_RULE,
     ),
