@@ -15,8 +15,9 @@ from moment_jax.layers.ends import embedding
 from moment_jax.layers.params import DenseParams
 from moment_jax.posterior import Point, Posterior
 from moment_jax.propagation import arrays, primitives, regions
-from moment_jax.propagation.arrays import Axes, Carry, Moments, Places, Sequence
+from moment_jax.propagation.arrays import Axes, Base, Carry, Moments, Places, Sequence
 from moment_jax.propagation.graph import Node, as_weight, is_random
+from moment_jax.propagation.joins import combined
 from moment_jax.propagation.paths import Path
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.weights import Weight, rescaled, select
@@ -123,8 +124,8 @@ def _over_tokens(propagator: Propagator, node: Node) -> Moments | None:
         rest = tuple(i for i in own.free if i not in features)  # further axes of tokens
         count = math.prod(m.shape[i] for i in rest)
         places = arrays.as_rows(weight.places, other.batch, other.contracted, other.free)
-        kernel = select(weight.posterior, places if known else places[0])
-        if kernel is None or (not known and (heads or count > 1)):
+        kernels: list[Any] = [select(weight.posterior, each) for each in places]
+        if None in kernels or (not known and (heads or count > 1)):
             return None
         features = (*heads, *(i for i in features if i not in heads))
         x = m.sequence((*rest, *own.contracted), features)
@@ -133,30 +134,28 @@ def _over_tokens(propagator: Propagator, node: Node) -> Moments | None:
         axes = (*rest, -1, *features)
         entries = arrays.numbered(sizes).transpose([axes.index(i) for i in (*heads, *own.free, -1)])
         propagator.note(node, "tokens mixed", "" if known else "input and kernel independent")
-        shape = count * places.shape[2], x.shape[1]
-        compute = partial(_mixed, x, kernel, places.shape, count)
-        return arrays.made(compute, shape, arrays.in_product(node, side, entries), x)
+        shape, mixed = (count * places.shape[2], x.shape[1]), []
+        for k, columns in zip(kernels, np.split(np.arange(x.shape[1]), len(kernels)), strict=True):
+            order = np.full(x.shape, -1)
+            order[:, columns] = x.order[:, columns]
+            part = x.base.at(order)
+            compute = partial(_mixed, part, k, count)
+            base = Base(shape, compute, (part,), node, propagator.finished)
+            mixed.append(base.at(arrays.numbered(shape)))
+        base = mixed[0].base if len(mixed) == 1 else combined(propagator, node, mixed)[0]
+        return Moments(base, arrays.in_product(node, side, entries))
     return None
 
 
-def _mixed(x: Sequence, kernel: Posterior, shape: Any, count: int) -> tuple[Array, Any, Carry]:
-    """Moments of W_h^T x_h for each of H groups of features, W of this shape, (H, T, U).
-
-    Each of `count` parts of the tokens is mixed alike.
-    """
-    weights = kernel.mean.reshape(shape)
+def _mixed(x: Sequence, kernel: Posterior, count: int) -> tuple[Array, Any, Carry]:
+    """Moments of W^T x, W of shape (T, U), of each of `count` parts of the tokens."""
+    mapping = kernel.mean.T
     if count > 1:
-        weights = jnp.kron(jnp.eye(count, dtype=weights.dtype)[None], weights)
-    weights = weights.swapaxes(1, 2)
-    if len(weights) == 1:
-        mapping = weights[0]
-        cov, mean = x.cov.map_tokens(mapping), mapping @ x.mean
-        if not isinstance(kernel, Point):
-            cov = cov.add(x.cov.token_noise(x.mean, kernel))
-        return mean, cov, lambda cross: cross.map_tokens(mapping)
-    groups = x.mean.reshape(len(x.mean), len(weights), -1)
-    mean = jnp.einsum("hut,thk->uhk", weights, groups).reshape(-1, x.mean.shape[1])
-    return mean, x.cov.map_heads(weights), lambda cross: cross.map_heads(weights)
+        mapping = jnp.kron(jnp.eye(count, dtype=mapping.dtype), mapping)
+    mean, cov = mapping @ x.mean, x.cov.map_tokens(mapping)
+    if not isinstance(kernel, Point):
+        cov = cov.add(x.cov.token_noise(x.mean, kernel))
+    return mean, cov, lambda cross: cross.map_tokens(mapping)
 
 
 @rule("gather")
