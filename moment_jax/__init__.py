@@ -44,7 +44,6 @@ from moment_jax.layers import (
     feed_forward,
     layer_norm,
     matmul,
-    rms_norm,
     softmax,
 )
 from moment_jax.nn.bayesian import Bayesian
@@ -63,5 +62,5 @@ __all__ = [
     "decoder_block", "decoding", "dense", "discrete", "embedding", "encoder_block", "expectations",
     "feed_forward", "fit", "inference", "joint", "laplace", "layer_norm", "linearised", "matmul",
     "monte_carlo", "nn", "objectives", "optim", "parallel", "posterior",
-    "propagate", "propagation_rule", "reference", "register_fields", "rms_norm", "softmax",
+    "propagate", "propagation_rule", "reference", "register_fields", "softmax",
 ]  # fmt: skip

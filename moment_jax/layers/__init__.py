@@ -14,13 +14,7 @@ from moment_jax.layers.params import (
     NormParams,
 )
 from moment_jax.layers.rules import RULES, Rules
-from moment_jax.layers.sublayers import (
-    attention,
-    cross_attention,
-    feed_forward,
-    layer_norm,
-    rms_norm,
-)
+from moment_jax.layers.sublayers import attention, cross_attention, feed_forward, layer_norm
 
 RULES |= {
     Diagonal: Rules(diagonal.norm, diagonal.attention),
