@@ -1,6 +1,5 @@
 """Dense layers with any arrangement of axes, their views, biases and gains."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,11 +12,10 @@ from jax import Array
 from moment_jax.layers.dense import dense
 from moment_jax.layers.ends import embedding
 from moment_jax.layers.params import DenseParams
-from moment_jax.posterior import Point, Posterior
+from moment_jax.posterior import Point
 from moment_jax.propagation import arrays, primitives, regions
-from moment_jax.propagation.arrays import Axes, Base, Carry, Moments, Places, Sequence
+from moment_jax.propagation.arrays import Axes, Moments, Places, Sequence
 from moment_jax.propagation.graph import Node, as_weight, is_random
-from moment_jax.propagation.joins import combined
 from moment_jax.propagation.paths import Path
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.weights import Weight, rescaled, select
@@ -101,7 +99,7 @@ def read_dense(
 def _dense(propagator: Propagator, node: Node) -> Moments | None:
     found = read_dense(propagator, node)
     if found is None:
-        return _over_tokens(propagator, node)
+        return None
     x, layer = found.x, found.layer
 
     def compute() -> tuple[Any, ...]:
@@ -110,52 +108,6 @@ def _dense(propagator: Propagator, node: Node) -> Moments | None:
 
     propagator.note(node, "dense", "input and kernel independent")
     return arrays.made(compute, (len(x.order), layer.kernel.shape[1]), found.places, x)
-
-
-def _over_tokens(propagator: Propagator, node: Node) -> Moments | None:
-    """A kernel over the tokens, the same for all features, or a certain one for each group of them."""
-    for side, value, weight, own, other in readings(node):
-        m = propagator.moments(value)
-        features = m.natural()[1]
-        heads = tuple(i for i in own.batch if m.shape[i] > 1)
-        if set(own.contracted) & set(features) or not set(heads) <= set(features):
-            continue
-        known = isinstance(weight.posterior, Point)
-        rest = tuple(i for i in own.free if i not in features)  # further axes of tokens
-        count = math.prod(m.shape[i] for i in rest)
-        places = arrays.as_rows(weight.places, other.batch, other.contracted, other.free)
-        kernels: list[Any] = [select(weight.posterior, each) for each in places]
-        if None in kernels or (not known and (heads or count > 1)):
-            return None
-        features = (*heads, *(i for i in features if i not in heads))
-        x = m.sequence((*rest, *own.contracted), features)
-        # The result has the axes of the batch, of the value and of the kernel, in this order.
-        sizes = *(m.shape[i] for i in rest), places.shape[2], *(m.shape[i] for i in features)
-        axes = (*rest, -1, *features)
-        entries = arrays.numbered(sizes).transpose([axes.index(i) for i in (*heads, *own.free, -1)])
-        propagator.note(node, "tokens mixed", "" if known else "input and kernel independent")
-        shape, mixed = (count * places.shape[2], x.shape[1]), []
-        for k, columns in zip(kernels, np.split(np.arange(x.shape[1]), len(kernels)), strict=True):
-            order = np.full(x.shape, -1)
-            order[:, columns] = x.order[:, columns]
-            part = x.base.at(order)
-            compute = partial(_mixed, part, k, count)
-            base = Base(shape, compute, (part,), node, propagator.finished)
-            mixed.append(base.at(arrays.numbered(shape)))
-        base = mixed[0].base if len(mixed) == 1 else combined(propagator, node, mixed)[0]
-        return Moments(base, arrays.in_product(node, side, entries))
-    return None
-
-
-def _mixed(x: Sequence, kernel: Posterior, count: int) -> tuple[Array, Any, Carry]:
-    """Moments of W^T x, W of shape (T, U), of each of `count` parts of the tokens."""
-    mapping = kernel.mean.T
-    if count > 1:
-        mapping = jnp.kron(jnp.eye(count, dtype=mapping.dtype), mapping)
-    mean, cov = mapping @ x.mean, x.cov.map_tokens(mapping)
-    if not isinstance(kernel, Point):
-        cov = cov.add(x.cov.token_noise(x.mean, kernel))
-    return mean, cov, lambda cross: cross.map_tokens(mapping)
 
 
 @rule("gather")

@@ -16,13 +16,15 @@ import numpy as np
 from jax import Array
 
 from moment_jax.covariance.base import plus
+from moment_jax.posterior import Point, Posterior
 from moment_jax.propagation import arrays, primitives
-from moment_jax.propagation.arrays import Base, Moments, Places, Sequence
+from moment_jax.propagation.arrays import Base, Carry, Moments, Places, Sequence
+from moment_jax.propagation.dense import readings
 from moment_jax.propagation.errors import LINEARISE, refuse, register, shapes, where
 from moment_jax.propagation.graph import Node, is_random, weights_in
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.regions import weights_of
-from moment_jax.propagation.weights import Weight, overlap
+from moment_jax.propagation.weights import Weight, overlap, select
 
 Gain = Array | int  # (T, D), or 1 or -1
 
@@ -310,3 +312,50 @@ def _assembled(propagator: Propagator, node: Node) -> Moments | None:
     total, _ = combined(propagator, node, sequences, means=means)
     propagator.note(node, node.op)
     return Moments(total, arrays.ordered(node.shape, tokens, features))
+
+
+@rule("dot_general")
+def _over_tokens(propagator: Propagator, node: Node) -> Moments | None:
+    """A kernel over the tokens, the same for all features, or a certain one for each group of them."""
+    for side, value, weight, own, other in readings(node):
+        m = propagator.moments(value)
+        features = m.natural()[1]
+        heads = tuple(i for i in own.batch if m.shape[i] > 1)
+        if set(own.contracted) & set(features) or not set(heads) <= set(features):
+            continue
+        known = isinstance(weight.posterior, Point)
+        rest = tuple(i for i in own.free if i not in features)  # further axes of tokens
+        count = math.prod(m.shape[i] for i in rest)
+        places = arrays.as_rows(weight.places, other.batch, other.contracted, other.free)
+        kernels: list[Any] = [select(weight.posterior, each) for each in places]
+        if None in kernels or (not known and (heads or count > 1)):
+            return None
+        features = (*heads, *(i for i in features if i not in heads))
+        x = m.sequence((*rest, *own.contracted), features)
+        # The result has the axes of the batch, of the value and of the kernel, in this order.
+        sizes = *(m.shape[i] for i in rest), places.shape[2], *(m.shape[i] for i in features)
+        axes = (*rest, -1, *features)
+        entries = arrays.numbered(sizes).transpose([axes.index(i) for i in (*heads, *own.free, -1)])
+        propagator.note(node, "tokens mixed", "" if known else "input and kernel independent")
+        shape, mixed = (count * places.shape[2], x.shape[1]), []
+        for k, columns in zip(kernels, np.split(np.arange(x.shape[1]), len(kernels)), strict=True):
+            order = np.full(x.shape, -1)
+            order[:, columns] = x.order[:, columns]
+            part = x.base.at(order)
+            compute = partial(_mixed, part, k, count)
+            base = Base(shape, compute, (part,), node, propagator.finished)
+            mixed.append(base.at(arrays.numbered(shape)))
+        base = mixed[0].base if len(mixed) == 1 else combined(propagator, node, mixed)[0]
+        return Moments(base, arrays.in_product(node, side, entries))
+    return None
+
+
+def _mixed(x: Sequence, kernel: Posterior, count: int) -> tuple[Array, Any, Carry]:
+    """Moments of W^T x, W of shape (T, U), of each of `count` parts of the tokens."""
+    mapping = kernel.mean.T
+    if count > 1:
+        mapping = jnp.kron(jnp.eye(count, dtype=mapping.dtype), mapping)
+    mean, cov = mapping @ x.mean, x.cov.map_tokens(mapping)
+    if not isinstance(kernel, Point):
+        cov = cov.add(x.cov.token_noise(x.mean, kernel))
+    return mean, cov, lambda cross: cross.map_tokens(mapping)
