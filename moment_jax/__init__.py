@@ -42,11 +42,8 @@ from moment_jax.layers import (
     embedding,
     encoder_block,
     feed_forward,
-    gelu,
     layer_norm,
     matmul,
-    relu,
-    rms_norm,
     softmax,
 )
 from moment_jax.nn.bayesian import Bayesian
@@ -63,7 +60,7 @@ __all__ = [
     "Full", "Gaussian", "HeteroscedasticGaussian", "Moments", "NormParams", "PropagationError",
     "Separable", "__version__", "activation", "attention", "brownian", "calibrate", "cross_attention",
     "decoder_block", "decoding", "dense", "discrete", "embedding", "encoder_block", "expectations",
-    "feed_forward", "fit", "gelu", "inference", "joint", "laplace", "layer_norm", "linearised", "matmul",
+    "feed_forward", "fit", "inference", "joint", "laplace", "layer_norm", "linearised", "matmul",
     "monte_carlo", "nn", "objectives", "optim", "parallel", "posterior",
-    "propagate", "propagation_rule", "reference", "register_fields", "relu", "rms_norm", "softmax",
+    "propagate", "propagation_rule", "reference", "register_fields", "softmax",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Factors, roots, inverses and log-determinants of symmetric matrices, singular ones included.
+"""Factors, inverses and log-determinants of symmetric matrices, singular ones included.
 
 On CPU without LAPACK, but for eigenvalues: jaxlib distributes a batch of LAPACK calls over the threads
 that already run it, and waits, so that as many concurrent batches as there are threads hang; and the
@@ -152,40 +152,6 @@ def ridge_inverse(matrix: Array, ridge: float) -> Array:
 def _ridge_inverse_jvp(ridge: float, primals: tuple[Array], tangents: tuple[Array]) -> Pair:
     inverse = ridge_inverse(primals[0], ridge)
     return inverse, -(inverse @ tangents[0] @ inverse)
-
-
-@jax.custom_jvp
-def psd_sqrt(cov: Array) -> Array:
-    """The symmetric square root R of a positive semidefinite matrix: R R = cov.
-
-    Eigenvalues below zero by rounding count as zero. The derivative, of any order, solves
-    R dR + dR R = dcov, which unlike the derivative of `eigh` is right for repeated eigenvalues too.
-    Between directions without variance, where it is infinite, it is set to zero.
-    """
-    values, vectors = eigh(cov)
-    return (vectors * jnp.sqrt(jnp.maximum(values, 0))[None, :]) @ vectors.T
-
-
-@psd_sqrt.defjvp
-def _psd_sqrt_jvp(primals: tuple[Array], tangents: tuple[Array]) -> Pair:
-    root = psd_sqrt(primals[0])
-    return root, _lyapunov(root, 0.5 * (tangents[0] + tangents[0].T))
-
-
-def _lyapunov(root: Array, right: Array) -> Array:
-    """X with root X + X root = right, for a symmetric PSD root: JAX differentiates this, not `eigh`."""
-
-    def solve(_: object, right: Array) -> Array:
-        values, vectors = eigh(root)
-        total = values[:, None] + values[None, :]
-        # `eigh` returns a zero eigenvalue of root^2 as a few eps times the largest, for any n.
-        # Between two of those there is only noise to divide.
-        usable = total > 2 * (10 * jnp.finfo(values.dtype).eps) ** 0.5 * jnp.max(values)
-        coefficients = vectors.T @ right @ vectors
-        solution = jnp.where(usable, coefficients / jnp.where(usable, total, 1), 0)
-        return vectors @ solution @ vectors.T
-
-    return jax.lax.custom_linear_solve(lambda x: root @ x + x @ root, right, solve, symmetric=True)
 
 
 @jax.custom_jvp

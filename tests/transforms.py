@@ -43,8 +43,8 @@ def _cap(score):
 LAYERS = {
     "dense": lambda m, c, given: mj.dense(m, c, given.block.feed_forward.hidden),
     "matmul": lambda m, c, given: mj.matmul(m, c, *given.other),
-    "relu": lambda m, c, given: mj.relu(m, c),
-    "gelu": lambda m, c, given: mj.gelu(m, c),
+    "relu": lambda m, c, given: mj.activation(m, c, "relu"),
+    "gelu": lambda m, c, given: mj.activation(m, c, "gelu"),
     "tanh": lambda m, c, given: mj.activation(m, c, jnp.tanh),
     "softmax": lambda m, c, given: mj.softmax(m, c),
     "layer_norm": lambda m, c, given: mj.layer_norm(m, c, given.block.norm1),

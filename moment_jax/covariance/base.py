@@ -84,12 +84,6 @@ class Cross(NamedTuple):
         """Cov[x, weights @ z], weights (U, S)."""
         return Cross(jnp.einsum("us,tdsi->tdui", weights, self.cov))
 
-    def map_heads(self, weights: Array) -> Cross:
-        """Cov[x, weights_h @ z_h] for each of H groups of features, weights (H, U, S)."""
-        t, d, s, e = self.cov.shape
-        groups = self.cov.reshape(t, d, s, len(weights), -1)
-        return Cross(jnp.einsum("hus,tdshk->tduhk", weights, groups).reshape(t, d, -1, e))
-
     def take(self, rows: np.ndarray, columns: np.ndarray) -> Cross:
         """Cov[x, z[rows][:, columns]]; -1 stands for zeros."""
         known = (rows >= 0)[:, None] & (columns >= 0)
@@ -269,11 +263,6 @@ class Covariance(abc.ABC):
     def map_tokens(self, weights: Array) -> Self:
         """Covariance of `weights @ x`, weights (U, T)."""
         return self.project(jnp.einsum("ut,tisj,vs->uivj", weights, self.to_dense(), weights))
-
-    def map_heads(self, weights: Array) -> Self:
-        """Covariance of weights_h @ x_h for each of H groups of features, weights (H, U, T)."""
-        half = Cross(self.to_dense()).map_heads(weights)
-        return self.project(half.T.map_heads(weights).cov)
 
     def entries(self, places: np.ndarray) -> Self:
         """Covariance of the (U, O) array of these entries of the flat x; -1 stands for zeros."""

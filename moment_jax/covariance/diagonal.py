@@ -54,12 +54,6 @@ class DiagonalCross(NamedTuple):
             return None
         return self.rescale(jnp.broadcast_to(jnp.diagonal(weights)[:, None], self._shape))
 
-    def map_heads(self, weights: Array) -> DiagonalCross | None:
-        if weights.shape[1] != weights.shape[2]:
-            return None
-        own = jnp.diagonal(weights, axis1=1, axis2=2).T
-        return self.rescale(jnp.repeat(own, self._shape[1] // len(weights), axis=1))
-
     def take(self, rows: np.ndarray, columns: np.ndarray) -> DiagonalCross:
         found, size = self._replace(right=np.where(rows < 0, -1, self.right[rows])), self._shape[1]
         if np.array_equal(columns, np.arange(size)):
@@ -185,11 +179,6 @@ class Diagonal(Covariance):
 
     def elementwise(self, moments: Any) -> Self:
         return self.unchecked(moments.variance)
-
-    def map_heads(self, weights: Array) -> Self:
-        t, d = self.shape
-        groups = self.variances.reshape(t, len(weights), -1)
-        return self.unchecked(jnp.einsum("hut,thk->uhk", weights**2, groups).reshape(-1, d))
 
     def token_noise(self, mean: Array, weights: RandomKernel) -> Self:
         return self.unchecked(weights.noise_variance(mean.T, self.variances.T).T)

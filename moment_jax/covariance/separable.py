@@ -49,13 +49,6 @@ class SeparableCross(NamedTuple):
         pools = self.pools[0], jnp.ones(len(weights), weights.dtype)
         return SeparableCross(tg.whole(self.tokens) @ weights.T, self.features, pools)
 
-    def map_heads(self, weights: Array) -> SeparableCross:
-        """One pattern for all heads; each keeps its own share of the pooled sum."""
-        reached = tg.vecmat(self.pools[0], self.tokens) @ jnp.sum(weights, axis=1).T
-        own = safe_divide(reached, jnp.mean(reached))
-        own = jnp.repeat(own, self.features.shape[1] // len(own))
-        return self.map_tokens(jnp.mean(weights, axis=0)).rescale(own[None])
-
     def take(self, rows: np.ndarray, columns: np.ndarray) -> SeparableCross:
         tokens, features, (pool, other) = self
         if not np.array_equal(rows, np.arange(len(other))):
@@ -271,21 +264,6 @@ class Separable(Covariance):
             variances = diagonal_of(features)[None]
             tokens = jnp.sum(variances, keepdims=True)
         return self.unchecked(variances, tokens, features, jnp.ones(len(weights), self.dtype))
-
-    def map_heads(self, weights: Array) -> Self:
-        """Each head's share of C is the pooled sum's; heads have no covariance token by token."""
-        width = self.shape[1] // len(weights)
-        pattern, t = tg.whole(self.pattern()), weights.shape[1]
-        reached = jnp.einsum("hut,ts->hus", weights, pattern)
-        own = jnp.einsum("hus,hvs->huv", reached, weights)
-        shares = jnp.sum(diagonal_of(self.features).reshape(len(weights), -1), axis=1)
-        tokens = jnp.tensordot(shares, own, 1)
-        summed = jnp.sum(weights, axis=1)
-        overlap = summed @ pattern @ summed.T
-        features = self.features * jnp.repeat(jnp.repeat(overlap, width, 0), width, 1)
-        energy = jnp.repeat(jnp.diagonal(own, axis1=1, axis2=2).T, width, axis=1)
-        variances = energy * diagonal_of(self.features)[None, :]
-        return self.unchecked(variances, tokens, features, jnp.ones(t, self.dtype))
 
     def map_each(self, kernels: Array) -> Self:
         inverse = safe_divide(jnp.ones((), self.dtype), self.energy())

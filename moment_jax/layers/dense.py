@@ -88,33 +88,15 @@ class _RandomMatrix:
 
 
 @materialized_inputs
-def relu(mean: Array, cov: S) -> tuple[Array, S]:
-    """Moments of max(x, 0) for Gaussian x: exact means and variances in closed form.
-
-    Covariances keep the first two terms of the Hermite expansion, by Price's theorem E[relu'] E[relu']
-    Cov + ..., instead of the first-order Taylor at the mean of the derivation, section 4.6. Arguments,
-    results and errors are those of `dense`.
-    """
-    return _elementwise("relu", mean, cov, "relu")
-
-
-@materialized_inputs
-def gelu(mean: Array, cov: S) -> tuple[Array, S]:
-    """Moments of x Phi(x), the exact GELU; arguments, results and assumptions as in `relu`."""
-    return _elementwise("gelu", mean, cov, "gelu")
-
-
-@materialized_inputs
 def activation(mean: Array, cov: S, fn: Activation) -> tuple[Array, S]:
-    """Moments of `fn(x)` for a scalar function: in closed form if it has one, or by quadrature.
+    """Moments of `fn(x)` for a scalar function of Gaussian x: in closed form, or by quadrature.
 
     `fn` is "relu", "gelu", or a static JAX function of a scalar, such as `jnp.tanh`, read as in
-    `expectations.of`, which says what it raises for others. The rest is as in `relu`.
+    `expectations.of`, which says what it raises for others. Means and variances are exact in closed
+    form. Covariances keep the first two terms of the Hermite expansion, by Price's theorem
+    E[f'] E[f'] Cov + ..., instead of the first-order Taylor at the mean of the derivation, section 4.6.
+    Arguments, results and errors are those of `dense`.
     """
-    return _elementwise("activation", mean, cov, fn)
-
-
-def _elementwise(name: str, mean: Array, cov: S, fn: Activation) -> tuple[Array, S]:
-    checks.check_moments(name, mean, cov)
+    checks.check_moments("activation", mean, cov)
     found = expectations.of(fn)(mean, cov.variance())
     return found.mean, cov.elementwise(found)

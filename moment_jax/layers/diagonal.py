@@ -20,7 +20,7 @@ from moment_jax.xla import diagonal_matrix, diagonal_of, materialized
 def norm(
     mean: Array, cov: Diagonal, *, epsilon: Array | float, centres: bool
 ) -> tuple[Array, Diagonal, Carry]:
-    """The rule of `layer_norm` and `rms_norm`: see there."""
+    """The rule of `layer_norm`: see there."""
     variance, d = cov.variances, mean.shape[1]
 
     def average(array: Array) -> Array:

@@ -26,7 +26,7 @@ from moment_jax.xla import diagonal_of, materialized
 def norm(
     mean: Array, cov: Full, *, epsilon: Array | float, centres: bool
 ) -> tuple[Array, Full, Carry]:
-    """The rule of `layer_norm` and `rms_norm`: see there."""
+    """The rule of `layer_norm`: see there."""
     d = mean.shape[1]
     centring = jnp.eye(d, dtype=mean.dtype) - centres / d
     blocks = centring @ cov.token_blocks() @ centring

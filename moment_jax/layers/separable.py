@@ -16,7 +16,7 @@ from moment_jax.xla import diagonal_matrix, diagonal_of
 def norm(
     mean: Array, cov: Separable, *, epsilon: Array | float, centres: bool
 ) -> tuple[Array, Separable, Carry]:
-    """The rule of `layer_norm` and `rms_norm`: see there.
+    """The rule of `layer_norm`: see there.
 
     Every token's feature covariance is read as e_t C, e_t = G_tt / tr C, and its Jacobian as J_t = (P -
     n_t n_t^T / D) / sqrt(q_t), with q_t the expected sample variance, n = P x / sqrt(q) the normalised

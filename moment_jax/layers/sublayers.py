@@ -24,9 +24,11 @@ from moment_jax.xla import materialized_inputs
 
 @materialized_inputs
 def layer_norm(
-    mean: Array, cov: S, params: NormParams, *, epsilon: float = 1e-6
+    mean: Array, cov: S, params: NormParams, *, epsilon: float = 1e-6, centres: bool = True
 ) -> tuple[Array, S]:
     """Moments of gain * (x - avg(x)) / sqrt(var(x) + epsilon) + bias, token by token.
+
+    With `centres=False` those of RMSNorm, gain * x / sqrt(avg(x^2) + epsilon) + bias.
 
     The covariance passes through the full Jacobian (I - 11^T/D - n n^T/D) / sqrt(q), n the normalised
     mean, because a token's average and deviation depend on x. The deviation is taken at the expected
@@ -41,28 +43,14 @@ def layer_norm(
       params: beliefs about the gain (D,) and the bias (D,); each may be None.
       epsilon: added to the variance over the features, as in Flax; not negative.
     """
-    return norm_with_carry(mean, cov, params, epsilon)[:2]
-
-
-@materialized_inputs
-def rms_norm(mean: Array, cov: S, params: NormParams, *, epsilon: float = 1e-6) -> tuple[Array, S]:
-    """Moments of gain * x / sqrt(avg(x^2) + epsilon) + bias, token by token.
-
-    Arguments, results and assumptions are those of `layer_norm`; nothing is centred.
-
-    >>> import jax.numpy as jnp, moment_jax as mj
-    >>> mean, cov = mj.rms_norm(2 * jnp.eye(2), mj.Diagonal.zeros((2, 2)), mj.NormParams())
-    >>> print(mean.round(3)[0])
-    [1.414 0.   ]
-    """
-    return norm_with_carry(mean, cov, params, epsilon, centres=False)[:2]
+    return norm_with_carry(mean, cov, params, epsilon, centres=centres)[:2]
 
 
 def norm_with_carry(
     mean: Array, cov: S, params: NormParams, epsilon: float, *, centres: bool = True
 ) -> tuple[Array, S, Carry]:
-    """`layer_norm` or `rms_norm`, and how it carries covariances."""
-    name = "layer_norm" if centres else "rms_norm"
+    """`layer_norm`, and how it carries covariances."""
+    name = "layer_norm"
     checks.check_moments(name, mean, cov)
     right = isinstance(epsilon, jax.core.Tracer) or epsilon >= 0
     mend = "It is added to the variance; Flax uses 1e-6."

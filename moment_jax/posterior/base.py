@@ -66,9 +66,8 @@ class Posterior(abc.ABC):
     def sample(self, key: Array) -> Array:
         """One draw, of the mean's shape, exact and reparametrised.
 
-        It is mean + root(Cov) z with the symmetric square root and z = normal(key, shape), so families
-        that hold the same covariance draw the same weights. Gradients to the covariance are zero along
-        directions without variance, where the root has no finite derivative.
+        It is mean + R z with R R^T = Cov and z = normal(key, shape). Gradients to the covariance are
+        zero along directions without variance, where R has no finite derivative.
         """
 
     @abc.abstractmethod

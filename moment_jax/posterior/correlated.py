@@ -13,7 +13,7 @@ from jax import Array
 from moment_jax.covariance import fields
 from moment_jax.covariance.fields import register_fields
 from moment_jax.covariance.numerics import nonnegative, safe_sqrt
-from moment_jax.linalg import psd_logdet, psd_sqrt
+from moment_jax.linalg import psd_cholesky, psd_logdet
 from moment_jax.posterior.base import GaussianPrior, Posterior, divergence, kernel_shape
 from moment_jax.xla import diagonal_of
 
@@ -160,7 +160,7 @@ class FullNormal(Posterior):
         fields.check_variances(call, self.cov, "abcdefgh"[: max(num_axes, 0)])
 
     def sample(self, key: Array) -> Array:
-        root = psd_sqrt(self._matrix("sample"))
+        root = psd_cholesky(self._matrix("sample"))
         noise = jax.random.normal(key, self.shape, self.mean.dtype)
         return self.mean + (root @ noise.ravel()).reshape(self.shape)
 

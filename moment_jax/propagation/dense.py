@@ -1,6 +1,5 @@
 """Dense layers with any arrangement of axes, their views, biases and gains."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,10 +12,10 @@ from jax import Array
 from moment_jax.layers.dense import dense
 from moment_jax.layers.ends import embedding
 from moment_jax.layers.params import DenseParams
-from moment_jax.posterior import Factorized, FullNormal, Point, Posterior
+from moment_jax.posterior import Point
 from moment_jax.propagation import arrays, primitives, regions
-from moment_jax.propagation.arrays import Axes, Carry, Moments, Places, Sequence
-from moment_jax.propagation.graph import Node, as_weight, independent, is_random
+from moment_jax.propagation.arrays import Axes, Moments, Places, Sequence
+from moment_jax.propagation.graph import Node, as_weight, is_random
 from moment_jax.propagation.paths import Path
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.weights import Weight, rescaled, select
@@ -98,10 +97,9 @@ def read_dense(
 
 @rule("dot_general")
 def _dense(propagator: Propagator, node: Node) -> Moments | None:
-    node = _with_kernel(propagator, node)
     found = read_dense(propagator, node)
     if found is None:
-        return _over_tokens(propagator, node)
+        return None
     x, layer = found.x, found.layer
 
     def compute() -> tuple[Any, ...]:
@@ -110,77 +108,6 @@ def _dense(propagator: Propagator, node: Node) -> Moments | None:
 
     propagator.note(node, "dense", "input and kernel independent")
     return arrays.made(compute, (len(x.order), layer.kernel.shape[1]), found.places, x)
-
-
-def _with_kernel(propagator: Propagator, node: Node) -> Node:
-    """The product with a kernel that is a function of weights alone, such as a normalised one.
-
-    What that function's moments say of the kernel is a belief about it: with all covariances in `Full`,
-    of independent entries in other structures.
-    """
-    if len(node.nodes) < 2 or not independent(*node.operands):
-        return node
-    for side in (1, 0):
-        kernel = node.operands[side]
-        if any(n.op not in {*regions.BY_ROW, "belief"} for n in regions.between(kernel, [])):
-            continue
-        m = propagator.moments(kernel)
-        posterior: Any = Factorized(m.array(), m.variance())
-        if propagator.structure.exact:
-            cov = m.base.numbers[1].entries(m.places.reshape(1, -1)).cov
-            posterior = FullNormal(m.array(), cov.reshape(2 * m.shape))
-        operands = list(node.operands)
-        operands[side] = Weight.of(posterior)
-        return replace(node, operands=tuple(operands))
-    return node
-
-
-def _over_tokens(propagator: Propagator, node: Node) -> Moments | None:
-    """A kernel over the tokens, the same for all features, or a certain one for each group of them."""
-    for side, value, weight, own, other in readings(node):
-        m = propagator.moments(value)
-        features = m.natural()[1]
-        heads = tuple(i for i in own.batch if m.shape[i] > 1)
-        if set(own.contracted) & set(features) or not set(heads) <= set(features):
-            continue
-        known = isinstance(weight.posterior, Point)
-        rest = tuple(i for i in own.free if i not in features)  # further axes of tokens
-        count = math.prod(m.shape[i] for i in rest)
-        places = arrays.as_rows(weight.places, other.batch, other.contracted, other.free)
-        kernel = select(weight.posterior, places if known else places[0])
-        if kernel is None or (not known and (heads or count > 1)):
-            return None
-        features = (*heads, *(i for i in features if i not in heads))
-        x = m.sequence((*rest, *own.contracted), features)
-        # The result has the axes of the batch, of the value and of the kernel, in this order.
-        sizes = *(m.shape[i] for i in rest), places.shape[2], *(m.shape[i] for i in features)
-        axes = (*rest, -1, *features)
-        entries = arrays.numbered(sizes).transpose([axes.index(i) for i in (*heads, *own.free, -1)])
-        propagator.note(node, "tokens mixed", "" if known else "input and kernel independent")
-        shape = count * places.shape[2], x.shape[1]
-        compute = partial(_mixed, x, kernel, places.shape, count)
-        return arrays.made(compute, shape, arrays.in_product(node, side, entries), x)
-    return None
-
-
-def _mixed(x: Sequence, kernel: Posterior, shape: Any, count: int) -> tuple[Array, Any, Carry]:
-    """Moments of W_h^T x_h for each of H groups of features, W of this shape, (H, T, U).
-
-    Each of `count` parts of the tokens is mixed alike.
-    """
-    weights = kernel.mean.reshape(shape)
-    if count > 1:
-        weights = jnp.kron(jnp.eye(count, dtype=weights.dtype)[None], weights)
-    weights = weights.swapaxes(1, 2)
-    if len(weights) == 1:
-        mapping = weights[0]
-        cov, mean = x.cov.map_tokens(mapping), mapping @ x.mean
-        if not isinstance(kernel, Point):
-            cov = cov.add(x.cov.token_noise(x.mean, kernel))
-        return mean, cov, lambda cross: cross.map_tokens(mapping)
-    groups = x.mean.reshape(len(x.mean), len(weights), -1)
-    mean = jnp.einsum("hut,thk->uhk", weights, groups).reshape(-1, x.mean.shape[1])
-    return mean, x.cov.map_heads(weights), lambda cross: cross.map_heads(weights)
 
 
 @rule("gather")

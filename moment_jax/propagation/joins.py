@@ -16,15 +16,15 @@ import numpy as np
 from jax import Array
 
 from moment_jax.covariance.base import plus
-from moment_jax.covariance.numerics import safe_sqrt
-from moment_jax.expectations import ElementwiseMoments
+from moment_jax.posterior import Point, Posterior
 from moment_jax.propagation import arrays, primitives
-from moment_jax.propagation.arrays import Base, Moments, Places, Sequence
+from moment_jax.propagation.arrays import Base, Carry, Moments, Places, Sequence
+from moment_jax.propagation.dense import readings
 from moment_jax.propagation.errors import LINEARISE, refuse, register, shapes, where
 from moment_jax.propagation.graph import Node, is_random, weights_in
 from moment_jax.propagation.propagator import Propagator, rule
 from moment_jax.propagation.regions import weights_of
-from moment_jax.propagation.weights import Weight, overlap
+from moment_jax.propagation.weights import Weight, overlap, select
 
 Gain = Array | int  # (T, D), or 1 or -1
 
@@ -159,44 +159,23 @@ def _aligned(propagator: Propagator, node: Node, *operands: Any) -> list[Sequenc
     return [m.sequence(*axes) for m in found]
 
 
-@rule("mul", "div")
+@rule("mul")
 def _product(propagator: Propagator, node: Node) -> Moments | None:
-    """Moments to second order in the noise; a quotient is a product with the reciprocal's moments."""
+    """Moments to second order in the noise."""
     if not all(map(is_random, node.operands)):
         return None
     a, b = _aligned(propagator, node, *node.operands)
     apart = not dependent(propagator, node, [a, b])
 
     def compute() -> tuple[Any, ...]:
-        cross = covariance(propagator, node, a, b)
-        p, of_p, slope = b.mean, b.cov, jnp.ones_like(b.mean)
-        if node.op == "div":
-            moments = _reciprocal(b.mean, b.cov.variance())
-            p, of_p, slope = moments.mean, b.cov.elementwise(moments), moments.gain
-        mean, to_first = a.mean * p, cross
-        if cross is not None:
-            cross = cross.rescale(slope) if node.op == "div" else cross
-            mean, to_first = mean + cross.own(), _times(p, a.mean, cross)
-        cov = a.cov.rescale(p).add_branch(of_p.rescale(a.mean), to_first)
-        cov = cov.add(a.cov.hadamard(of_p, cross))
-        return mean, cov, partial(_times, 1, p), partial(_times, 1, a.mean * slope)
+        cross, mean = covariance(propagator, node, a, b), a.mean * b.mean
+        cov = a.cov.rescale(b.mean).add_branch(b.cov.rescale(a.mean), _times(b.mean, a.mean, cross))
+        mean = mean if cross is None else mean + cross.own()
+        cov = cov.add(a.cov.hadamard(b.cov, cross))
+        return mean, cov, partial(_times, 1, b.mean), partial(_times, 1, a.mean)
 
-    assumed = "factors independent" if apart else "factors jointly Gaussian"
-    assumed += ", the divisor of one sign" if node.op == "div" else ""
-    propagator.note(node, "product" if node.op == "mul" else "quotient", assumed)
+    propagator.note(node, "product", "factors " + ("independent" if apart else "jointly Gaussian"))
     return arrays.made(compute, a.shape, arrays.ordered(node.shape, *a.axes), a, b)
-
-
-def _reciprocal(mean: Array, variance: Array) -> ElementwiseMoments:
-    """Moments of 1 / x for an x that keeps its sign, log-normal: those of a Gaussian are infinite.
-
-    NaN where x is within two sd of zero, and may change its sign.
-    """
-    inverse = 1 / mean
-    relative = variance * inverse**2
-    out = jnp.where(relative < 0.25, inverse * (1 + relative), jnp.nan)
-    rest = safe_sqrt(relative * (out**2 - inverse**2))
-    return ElementwiseMoments(out, relative * out**2, -(inverse**2), rest)
 
 
 @rule("select_n")
@@ -333,3 +312,50 @@ def _assembled(propagator: Propagator, node: Node) -> Moments | None:
     total, _ = combined(propagator, node, sequences, means=means)
     propagator.note(node, node.op)
     return Moments(total, arrays.ordered(node.shape, tokens, features))
+
+
+@rule("dot_general")
+def _over_tokens(propagator: Propagator, node: Node) -> Moments | None:
+    """A kernel over the tokens, the same for all features, or a certain one for each group of them."""
+    for side, value, weight, own, other in readings(node):
+        m = propagator.moments(value)
+        features = m.natural()[1]
+        heads = tuple(i for i in own.batch if m.shape[i] > 1)
+        if set(own.contracted) & set(features) or not set(heads) <= set(features):
+            continue
+        known = isinstance(weight.posterior, Point)
+        rest = tuple(i for i in own.free if i not in features)  # further axes of tokens
+        count = math.prod(m.shape[i] for i in rest)
+        places = arrays.as_rows(weight.places, other.batch, other.contracted, other.free)
+        kernels: list[Any] = [select(weight.posterior, each) for each in places]
+        if None in kernels or (not known and (heads or count > 1)):
+            return None
+        features = (*heads, *(i for i in features if i not in heads))
+        x = m.sequence((*rest, *own.contracted), features)
+        # The result has the axes of the batch, of the value and of the kernel, in this order.
+        sizes = *(m.shape[i] for i in rest), places.shape[2], *(m.shape[i] for i in features)
+        axes = (*rest, -1, *features)
+        entries = arrays.numbered(sizes).transpose([axes.index(i) for i in (*heads, *own.free, -1)])
+        propagator.note(node, "tokens mixed", "" if known else "input and kernel independent")
+        shape, mixed = (count * places.shape[2], x.shape[1]), []
+        for k, columns in zip(kernels, np.split(np.arange(x.shape[1]), len(kernels)), strict=True):
+            order = np.full(x.shape, -1)
+            order[:, columns] = x.order[:, columns]
+            part = x.base.at(order)
+            compute = partial(_mixed, part, k, count)
+            base = Base(shape, compute, (part,), node, propagator.finished)
+            mixed.append(base.at(arrays.numbered(shape)))
+        base = mixed[0].base if len(mixed) == 1 else combined(propagator, node, mixed)[0]
+        return Moments(base, arrays.in_product(node, side, entries))
+    return None
+
+
+def _mixed(x: Sequence, kernel: Posterior, count: int) -> tuple[Array, Any, Carry]:
+    """Moments of W^T x, W of shape (T, U), of each of `count` parts of the tokens."""
+    mapping = kernel.mean.T
+    if count > 1:
+        mapping = jnp.kron(jnp.eye(count, dtype=mapping.dtype), mapping)
+    mean, cov = mapping @ x.mean, x.cov.map_tokens(mapping)
+    if not isinstance(kernel, Point):
+        cov = cov.add(x.cov.token_noise(x.mean, kernel))
+    return mean, cov, lambda cross: cross.map_tokens(mapping)

@@ -31,7 +31,7 @@ class Normalization(NamedTuple):
 
 @pattern
 def _by_row(propagator: Propagator, node: Node) -> Moments | None:
-    """Functions of the features: LayerNorm, RMSNorm, softmax, averages."""
+    """Functions of the features: LayerNorm, RMSNorm, softmax."""
     found = _found(node)
     if found is None:
         return None
@@ -39,18 +39,8 @@ def _by_row(propagator: Propagator, node: Node) -> Moments | None:
     m = propagator.moments(source)
     if isinstance(kind, Normalization):
         return _normalized(propagator, node, m, axes, kind)
-    x = m.sequence(rest, axes)
-    if isinstance(kind, str):
-        propagator.note(node, kind, "its input Gaussian")
-        return _of_rows(x, node, kind)
-
-    def mapped() -> tuple[Any, ...]:
-        kernel = jnp.asarray(kind, x.mean.dtype)
-        cov = x.cov.map_features(kernel)
-        return x.mean @ kernel, cov, lambda cross: cross.map_features(kernel)
-
-    propagator.note(node, "linear map of the features")
-    return x.made(mapped, node.shape)
+    propagator.note(node, kind, "its input Gaussian")
+    return _of_rows(m.sequence(rest, axes), node, kind)
 
 
 def _found(node: Node) -> tuple[Node, Axes, Axes, Any] | None:
@@ -70,11 +60,10 @@ def _found(node: Node) -> tuple[Node, Axes, Axes, Any] | None:
             return regions.misfit(node, source, operations) is None
 
         kind = recognised_rows(fn, rows.shape, regions.precise(source.dtype), consists)
-        if kind is None and found is None:
-            continue  # such as the exponentials inside a softmax
-        if kind is None or (found is not None and isinstance(kind, np.ndarray)):
+        if kind is not None:
+            found = source, rest, axes, kind
+        elif found is not None:
             break
-        found = source, rest, axes, kind
     return found
 
 
@@ -167,8 +156,8 @@ def _reduced_sources(node: Node) -> Iterator[tuple[Node, Axes]]:
 def recognised_rows(
     fn: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...], dtype: jnp.dtype,
     consists: Callable[[set[str]], bool],
-) -> Normalization | np.ndarray | str | None:  # fmt: skip
-    """A normalisation of the rows, "softmax", the matrix of a linear map of them, or None.
+) -> Normalization | str | None:  # fmt: skip
+    """A normalisation of the rows, "softmax", or None.
 
     `consists` says whether the function consists of these operations alone.
     """
@@ -195,11 +184,6 @@ def recognised_rows(
         return same and bool((np.abs(y - expected).max(1) <= bound * size)[known].all())
 
     size = np.abs(x).max(1)
-    if consists(regions.LINEAR) and y.shape == x.shape:
-        first, unit = x[: shape[0]], np.eye(shape[1])[:, None]
-        if np.allclose(fn(2 * first), 2 * y[: shape[0]], atol=close * size[: shape[0], None]):
-            matrix = np.stack([fn(np.broadcast_to(row, shape))[0] for row in unit])
-            return matrix if like(x @ matrix, size * np.abs(matrix).max()) else None
     if consists(regions.SOFTMAX):
         total = np.logaddexp.reduce(x, axis=1, keepdims=True)
         log, large = x - total, 1 + size

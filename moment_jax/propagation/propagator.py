@@ -254,13 +254,14 @@ def propagate(
     their covariance is that through everything that they share, linearised: exact to first order in
     `mj.Full`, and as far as the other structures can hold it.
 
-    No rule have: convolutions but those of patches (kernel = stride), maxima and comparisons of two
-    random entries or more, cumulative sums, sorting, scattered entries, random conditions and indices,
-    rounding and other functions that jump with curved pieces, branches, recurrent loops, one weight used
-    in two places other than a product with its transpose, such as a layer that is called twice, and
-    attention other than softmax(where(mask, scale * q k^T + bias, number)) v: with a sink, or a head
-    that mixes others. They raise an error that names the line; `mj.linearised` takes them all, and so
-    do certain weights.
+    No rule have: convolutions but those of patches (kernel = stride), quotients of two random arrays
+    other than norms and softmax, maxima and comparisons of two random entries or more, cumulative sums,
+    sorting, scattered entries, random conditions and indices, rounding and other functions that jump
+    with curved pieces, branches, recurrent loops, kernels that are functions of weights (weight
+    normalisation) of a random array, one weight used in two places other than a product with its
+    transpose, such as a layer that is called twice, and attention other than softmax(where(mask, scale *
+    q k^T + bias, number)) v: with a sink, or a head that mixes others. They raise an error that names
+    the line; `mj.linearised` takes them all, and so do certain weights.
 
     Assumes that weight arrays are independent of each other and of random inputs, and a single input:
     for a batch, use jax.vmap (axes of size one are fine); the examples of a batch that come in as one

@@ -160,7 +160,7 @@ def misfit(node: Node, source: Node, operations: set[str]) -> Node | None:
             reduced.add(n)
         mask = n.op == "select_n" and not isinstance(n.operands[0], Node)
         cut = n.op == "convert_element_type" and not primitives.is_view(n)  # to integers
-        guard = n.op in _GUARDS and n in reduced and operations is not LINEAR
+        guard = n.op in _GUARDS and n in reduced
         if not ((n.op in operations and not cut) or mask or guard):
             return n
     return None

@@ -35,7 +35,6 @@ NARROWER, SQUARE = (jax.random.normal(KEYS[4], (5, size)) for size in (3, 5))
 FEWER_TOKENS = jax.random.normal(KEYS[5], (3, 4))
 EACH = jax.random.normal(KEYS[6], (*SHAPE, 3))
 VECTOR, PSD = jnp.arange(1.0, 6.0), random_psd(KEYS[9], 5)
-HEADS = jax.random.uniform(KEYS[7], (5, 3, 4))  # of five groups of one feature
 TOKEN_KERNELS = {f.__name__: random_kernel(KEYS[8], f, (4, 3)) for f in KERNEL_FAMILIES}
 KERNELS = {family.__name__: random_kernel(KEYS[10], family, (5, 3)) for family in KERNEL_FAMILIES}
 
@@ -63,7 +62,6 @@ OPERATIONS = (
         "gain_noise": lambda cov: cov.gain_noise(MEAN, VECTOR),
         "gain_noise_full": lambda cov: cov.gain_noise(MEAN, PSD),
         "elementwise": lambda cov: cov.elementwise(Gain(cov.variance())),
-        "map_heads": lambda cov: cov.map_heads(HEADS),
         "entries": lambda cov: cov.entries(np.array([[3, -1, 7], [19, 0, 3]])),
         # x + x K, and x - avg(x): the covariances of x with what is made of it.
         "add_branch": lambda cov: joined(cov, SQUARE),
@@ -252,7 +250,6 @@ CARRIED = {  # functions of Cov[x, x]
     ).map_features(SQUARE),
     "each": lambda c: c.map_each(jnp.broadcast_to(SQUARE, (4, 5, 5))),
     "tokens": lambda c: c.map_tokens(TOKENS),
-    "heads": lambda c: c.map_heads(jnp.broadcast_to(TOKENS, (5, 4, 4))),
     "columns": lambda c: c.take(np.arange(4), COLUMNS),
     "rows": lambda c: c.take(ROWS, np.arange(5)),
     "both sides": lambda c: c.map_features(SQUARE).T.rescale(GAIN_OF_EACH).map_features(OTHER).T,

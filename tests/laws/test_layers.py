@@ -234,9 +234,9 @@ def test_one_token_of_two_features_in_order_1_by_any_family(structure):
 
 
 NORMS = {  # beside `layer_norm` and with it, of gains that differ or not
-    "rms_norm": lambda m, c, given: mj.rms_norm(m, c, given.block.norm1),
+    "rms_norm": lambda m, c, given: mj.layer_norm(m, c, given.block.norm1, centres=False),
     "layer_norm, no gain": lambda m, c, given: mj.layer_norm(m, c, mj.NormParams()),
-    "rms_norm, no gain": lambda m, c, given: mj.rms_norm(m, c, mj.NormParams()),
+    "rms_norm, no gain": lambda m, c, given: mj.layer_norm(m, c, mj.NormParams(), centres=False),
 }
 GAINED = ("layer_norm", "rms_norm")
 

@@ -69,8 +69,8 @@ TYPES = [
     (lambda: dense(params=mj.DenseParams(jnp.ones((4, 5)))), r"Point\(kernel\)"),
     (lambda: look(MEAN, zeros(3, 4, structure=mj.Full)), "in one structure"),
     (lambda: dense(MEAN.astype(int)), r"int64.*astype\(jnp.float32\)"),
-    (lambda: mj.relu(MEAN > 0, COV), r"bool.*astype\(jnp.float32\)"),
-    (lambda: encoder(activation=mj.gelu), "a function of a scalar"),
+    (lambda: mj.activation(MEAN > 0, COV, "relu"), r"bool.*astype\(jnp.float32\)"),
+    (lambda: encoder(activation=mj.activation), "a function of a scalar"),
     (lambda: encoder(activation=lambda x: jnp.ones(2)), "Give a function, such as jnp.tanh"),
 ]
 

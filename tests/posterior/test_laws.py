@@ -129,7 +129,7 @@ def test_rounding_leaves_no_negative_noise_variance():
 BELIEFS = {
     **{f"{name_of(family)}-{name_of(shape)}": example(family, shape) for family, shape in MEMBERS},
     "FullNormal-singular": FullNormal(
-        np.zeros(KERNEL), random_psd(TREE_KEY, 6, rank=2).reshape(2 * KERNEL)
+        np.zeros(KERNEL), random_psd(TREE_KEY, 6, rank=1).reshape(2 * KERNEL)
     ),
     "KroneckerEigen-rows": example(KroneckerEigen).rows(np.array([2, 0])),
 }

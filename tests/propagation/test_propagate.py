@@ -35,7 +35,7 @@ def assert_same(found, expected):
 @pytest.mark.parametrize(
     ("structure", "written", "transform"),
     [
-        (mj.Diagonal, lambda x: jnp.where(x > 0, x, 0.0), mj.relu),
+        (mj.Diagonal, lambda x: jnp.where(x > 0, x, 0.0), lambda m, c: mj.activation(m, c, "relu")),
         (mj.Separable, jnp.tanh, lambda m, c: mj.activation(m, c, jnp.tanh)),
         (mj.Full, jax.nn.softmax, mj.softmax),
     ],
@@ -62,12 +62,12 @@ def test_normalisations_are_known_by_their_values(centred):
 
     weights = {"w": belief(0, 3, 6), "g": belief(1, 6)}
     x = jax.random.normal(jax.random.key(3), (4, 3))
-    norm = mj.layer_norm if centred else mj.rms_norm
+    norm = partial(mj.layer_norm, epsilon=1e-3, centres=centred)
 
     @jax.jit
     def both(p):
         moments = mj.dense(x, mj.Separable.zeros(x.shape), mj.DenseParams(p["w"]))
-        return mj.propagate(written)(p, x), norm(*moments, mj.NormParams(p["g"]), epsilon=1e-3)
+        return mj.propagate(written)(p, x), norm(*moments, mj.NormParams(p["g"]))
 
     assert_same(*both(weights))
 
@@ -396,6 +396,11 @@ REFUSED = {  # functions of (3, 2) weights and of (2, 3) inputs
     "maximum of windows": (
         lambda p, x: jax.lax.reduce_window(x @ p, -jnp.inf, jax.lax.max, (2, 1), (2, 1), "VALID"),
         r"reduce_window_max.*" + NO_RULE,
+    ),
+    "a quotient": (lambda p, x: x @ p[:, :1] / (x @ p[:, 1:]), r"`div`.*" + NO_RULE),
+    "a random divisor": (lambda p, x: x @ p[:, :1] / p[0, 1], r"`div`.*" + NO_RULE),
+    "a kernel made of weights": (
+        lambda p, x: x[:, :2] @ p[:2] @ jnp.exp(p[2:]).T, r"dot_general.*" + NO_RULE,
     ),
     "shifted": (lambda p, x: x @ p - x @ (p - 1.0), SHARED),
     "multiple beside it": (lambda p, x: x @ p + x @ (2 * p), SHARED),

@@ -75,7 +75,11 @@ CASES = {
         lambda x, params: builders.plain_linear(params)(x),
         lambda x, params: mj.dense(x.mean, Full(x.cov), params),
     ),
-    "relu": Case("large", lambda x, _: jax.nn.relu(x), lambda x, _: mj.relu(x.mean, Full(x.cov))),
+    "relu": Case(
+        "large",
+        lambda x, _: jax.nn.relu(x),
+        lambda x, _: mj.activation(x.mean, Full(x.cov), "relu"),
+    ),
     "layer_norm": Case(
         "small",
         lambda x, params: builders.plain_norm(params.norm1, EPSILON)(x),
