@@ -7,10 +7,11 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+from tqdm import tqdm
 
 LONG = 2.0  # seconds
 _now = threading.local()  # `what` compiles, and the `timer` that will say so
@@ -22,24 +23,9 @@ def is_shown(asked: bool | None) -> bool:
     return (sys.stderr.isatty() and loud) if asked is None else asked
 
 
-def bar(total: int, unit: str, shown: bool | None) -> Any:
-    """A bar of tqdm that goes away when it is closed; None where it is not shown or not installed."""
-    if is_shown(shown):
-        with contextlib.suppress(ImportError):
-            from tqdm import tqdm
-
-            return tqdm(total=total, unit=unit, leave=False)
-    return None
-
-
-def tracked(items: Sequence[Any], unit: str, shown: bool | None) -> Iterator[Any]:
-    """The items, with a bar."""
-    known = bar(len(items), unit, shown)
-    with contextlib.closing(known) if known else contextlib.nullcontext():
-        for item in items:
-            yield item
-            if known:
-                known.update()
+def bar(shown: bool | None, unit: str, items: Any = None, total: int | None = None) -> Any:
+    """A bar, over items if there are any, that goes away at its end."""
+    return tqdm(items, total=total, unit=unit, leave=False, disable=not is_shown(shown))
 
 
 @contextlib.contextmanager

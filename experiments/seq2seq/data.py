@@ -5,8 +5,6 @@ rounded to a tenth of a degree, and one year long, so that every later part is a
 part has seen.
 """
 
-from __future__ import annotations
-
 import datetime
 import itertools
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Pytree dataclasses of arrays, with checked constructors."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar

@@ -5,8 +5,6 @@ functions here take either. A product with a T x T matrix costs T^2, with a `Tok
 Williams and Seeger, 2001).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any, NamedTuple, Self

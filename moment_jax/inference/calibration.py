@@ -18,7 +18,7 @@ from moment_jax.nn.likelihood import LogNoise
 from moment_jax.nn.modules import as_nnx
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian
 from moment_jax.posterior import Factorized
-from moment_jax.progress import tracked
+from moment_jax.progress import bar
 
 LOG_FACTORS = math.log(2) * np.arange(-10, 1)  # of an array's root mean square: .001 to 1
 FEWEST = 100  # examples
@@ -117,7 +117,7 @@ def calibrate(
             density = -math.inf
         return (-math.inf if math.isnan(density) else density), scaled, found
 
-    grid = tracked(list(LOG_FACTORS), "factor", progress)
+    grid = bar(progress, "factor", LOG_FACTORS)
     best = _highest(lambda x: at(x)[0], grid, refined=6)
     (density, found, predicted), (least, *_) = at(best), at(LOG_FACTORS[0])
     now = right(getattr(predicted, "label", None))

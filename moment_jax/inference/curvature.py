@@ -16,7 +16,7 @@ from jax import Array
 from moment_jax.covariance import Full, Moments
 from moment_jax.nn.static import Static
 from moment_jax.objectives import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian
-from moment_jax.progress import tracked
+from moment_jax.progress import bar
 from moment_jax.propagation.derivatives import check_derivatives
 
 # The random weights, the rest of the model's state, and units of the outputs (C,) or (1,).
@@ -175,7 +175,7 @@ class Curvature:
     def batches(self, fn: Any, frame: Frame, data: Any, size: int, *more: Any) -> Iterator[Any]:
         """`fn` of batches, the last one filled up with examples of weight zero, in double precision."""
         count = len(jax.tree.leaves(data)[0])
-        for start in tracked(range(0, count, size), "batch", self.progress):
+        for start in bar(self.progress, "batch", range(0, count, size)):
             index = np.arange(start, start + size)
             batch = jax.tree.map(lambda x, i=index: x[np.minimum(i, count - 1)], data)
             with jax.default_matmul_precision("highest"):

@@ -44,19 +44,13 @@ class Course:
 
     def __init__(self, total: int, shown: bool) -> None:
         self.total, self.history = total, list[tuple[int, float, float]]()
-        self.bar = bar(total, "step", shown)
+        self.bar = bar(shown, "step", total=total)
 
     def __call__(self, step: int, loss: float, nll: float = math.nan) -> None:
         """After so many steps: the loss, and the held-out NLL if data are held out."""
         self.history.append((step, loss, nll))
-        if self.bar is not None:
-            self.bar.update(step - self.bar.n)
-            self.bar.set_postfix(loss=f"{loss:.3f}", held_out=f"{nll:.3f}")
-
-    def close(self) -> None:
-        """Take the bar away."""
-        if self.bar is not None:
-            self.bar.close()
+        self.bar.update(step - self.bar.n)
+        self.bar.set_postfix(loss=f"{loss:.3f}", held_out=f"{nll:.3f}")
 
 
 def by_elbo(

@@ -158,7 +158,7 @@ def fit(
             rate=learning_rate or RATE, seed=seed,
             tell=lambda step, value: course(step, -value / len(targets)),
         )  # fmt: skip
-        course.close()
+        course.bar.close()
         history = course.history
         (_, before, _), (_, last, _) = history[-2:]
         converged = abs(last - before) < SETTLED
@@ -174,7 +174,7 @@ def fit(
                 targets, shape, course, seed=seed + member, learning_rate=learning_rate or ELBO_RATE,
                 certain=objective == "plain", own=own,
             )  # fmt: skip
-            course.close()
+            course.bar.close()
             models.append(trained)
             history, converged = history + course.history, converged and done
     if evidence and not converged:

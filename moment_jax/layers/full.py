@@ -3,8 +3,6 @@
 Its softmax is linearised by its Jacobian. Memory: H^2 T^2 S^2 numbers for the scores.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

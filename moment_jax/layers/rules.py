@@ -6,8 +6,6 @@ u, in the structure's own form (`Covariance.with_itself`). So a residual sum is
 `cov.add_branch(branch, carry(cov.with_itself()))`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

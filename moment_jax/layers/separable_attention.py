@@ -17,8 +17,6 @@ Entry n of a random bias, of variance u_n, moves averages by U_an = sqrt(u_n) su
 over the keys c whose scores have it, and adds sum_n U_an M U_bn^T to G and (p^T U_n)^T (p^T U_n) to C.
 """
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 from typing import Any, NamedTuple

@@ -20,7 +20,7 @@ from moment_jax.nn.law import EXAMPLES, as_function, hold
 from moment_jax.nn.prediction import run_pass
 from moment_jax.nn.static import Static
 from moment_jax.posterior import sample_params
-from moment_jax.progress import compiling, tracked
+from moment_jax.progress import bar, compiling
 from moment_jax.propagation import linearised
 
 ENTRIES = 32  # of an example's output, whose derivatives are taken
@@ -135,7 +135,7 @@ def beside_sampled(
         with compiling(f"{what} of {model.name} ({model.structure.__name__})"):
             jax.block_until_ready(run(each[0]))
         start = time.perf_counter()
-        found = [jax.block_until_ready(run(x)) for x in tracked(each, "draw", progress)]
+        found = [jax.block_until_ready(run(x)) for x in bar(progress, "draw", each)]
         return found, time.perf_counter() - start
 
     def of_state(state: Any) -> Any:

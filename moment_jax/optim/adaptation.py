@@ -1,7 +1,5 @@
 """Wrappers that let the last step decide: on the damping, on the bound of a step, and on going back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Equal blocks in a row, such as a list of layers, found among a program's operations."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Primitives by kind, evaluated on certain arrays and on the places of random entries."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

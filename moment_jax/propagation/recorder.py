@@ -1,7 +1,5 @@
 """Records the operations on random values; everything else is computed at once."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Parts of the graph: what lies between two arrays, as a plain function."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple

@@ -5,8 +5,6 @@ themselves. So nothing cancels when the mean is large against the deviation, and
 variance.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
