@@ -381,3 +381,19 @@ def test_sampled_targets_give_the_fisher_matrix(prediction, exact):
     outer = g[:, :, None] * g[:, None, :]
     error = outer.std(axis=0) / len(g) ** 0.5
     assert np.all(np.abs(outer.mean(axis=0) - exact) < 4 * error + 1e-12)
+
+
+@pytest.mark.slow
+def test_a_model_of_hugging_face_has_a_layer_for_each_kernel():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.BertConfig(vocab_size=20, num_hidden_layers=1, **sizes)
+    net = transformers.FlaxBertForSequenceClassification(config)
+
+    def loss(params, ids):
+        logits = net(ids, params=params).logits
+        return jnp.mean(logits), optim.CategoricalPrediction(logits)
+
+    blocks = optim.find_blocks(loss, net.params, jnp.ones((4, 6), int))
+    assert sum(block.name.endswith("kernel") for block in blocks) == 8
+    assert {leaf for block in blocks for leaf in block.leaves} == set(flatten(net.params))
