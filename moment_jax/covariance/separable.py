@@ -275,10 +275,8 @@ class Separable(Covariance):
         return self.unchecked(nonnegative(own), tokens, features, self.pool)
 
     def add(self, other: Self) -> Self:
-        tokens, features = (
-            self.tokens + other.tokens,
-            self.features + other.pooled(self.pool).features,
-        )
+        tokens = self.tokens + other.tokens
+        features = self.features + other.pooled(self.pool).features
         return self.unchecked(self.variances + other.variances, tokens, features, self.pool)
 
     def weight_noise(self, mean: Array, weights: RandomKernel) -> Self:
