@@ -18,9 +18,11 @@ from jax import Array
 
 from moment_jax.nn.bayesian import Bayesian
 from moment_jax.optim import curvature
-from moment_jax.optim.blocks import Blocks, LayerBlock
+from moment_jax.optim.blocks import Blocks, LayerBlock, path_name
 from moment_jax.optim.curvature import Factor, Factors
 from moment_jax.optim.taps import Layers
+
+with_path = jax.tree_util.tree_map_with_path
 
 
 class Prediction(abc.ABC):
@@ -94,13 +96,17 @@ def find_blocks(
     return found[0].blocks
 
 
-def layers_of(loss_fn: Any, model: Any, batch: Any, wrt: Any) -> Layers:
-    """The layers of the prediction of a loss, of a Bayesian network at its means."""
+def bayesian_parts(model: Any) -> list[Bayesian]:
+    """The Bayesian networks of a model."""
+    return [node for _, node in nnx.iter_graph(model) if isinstance(node, Bayesian)]
 
-    def predict(model: Any) -> Prediction:
-        for _, node in list(nnx.iter_graph(model)):
-            if isinstance(node, Bayesian):
-                node.make_certain(node.at_means())
+
+def layers_of(loss_fn: Any, model: Any, batch: Any, wrt: Any) -> Layers:
+    """The layers of (loss, prediction, state after it), of a Bayesian network at its means."""
+
+    def run(model: Any) -> tuple[Array, Prediction, Any]:
+        for node in bayesian_parts(model):
+            node.make_certain(node.at_means())
         result = loss_fn(model, *batch)
         value, prediction = result if isinstance(result, tuple) else (result, None)
         if not isinstance(prediction, Prediction):
@@ -111,9 +117,9 @@ def layers_of(loss_fn: Any, model: Any, batch: Any, wrt: Any) -> Layers:
             )
         if jnp.shape(value):
             raise ValueError(f"The loss must be a scalar. Got {jnp.shape(value)}; take its mean.")
-        return prediction
+        return value, prediction, nnx.split(model)[1]
 
-    layers = Layers(predict, model, wrt)
+    layers = Layers(run, model, wrt)
     if not layers.blocks:
         raise ValueError(
             "A second-order method needs products with trained parameters, see mj.optim.find_blocks. "
@@ -128,8 +134,8 @@ def value_grad_and_factors(
     """A function (model, *batch) -> (value, grads, factors).
 
     F is the true Fisher matrix, of targets drawn from the prediction that the loss returns. Its factors
-    take a forward and a backward pass of their own, the latter through the layers' outputs only, in
-    which the output of an `mj.Bayesian` has no covariance. The rest is as of `nnx.value_and_grad`.
+    take one more backward pass, through the layers' outputs only; with an `mj.Bayesian` that of the
+    network at the means, whose forward pass comes in addition. The rest is as of `nnx.value_and_grad`.
 
     Every token is a row: A = avg a a^T over all rows, G = 1/N sum g g^T, with a the inputs of a layer
     and g the gradients of each example's own -log p by its outputs. This reads theta = g^T v a^T of
@@ -151,27 +157,43 @@ def value_grad_and_factors(
     def compute(
         model: Any, *batch: Any, key: Array | None = None, when: Array | None = None
     ) -> tuple[Array, Any, Factors]:
-        layers = layers_of(loss_fn, model, batch, wrt)  # before the loss changes the model
-        blocks = layers.blocks
-        differ = nnx.value_and_grad(lambda m: loss_fn(m, *batch)[0], argnums=nnx.DiffState(0, wrt))
-        value, grads = differ(model)
+        layers = layers_of(loss_fn, model, batch, wrt)
+        blocks, random = layers.blocks, bayesian_parts(model)
+        dummies = {b.name: b.no_factor(dtype, *b.lead, counts=b.stack) for b in blocks}
+        graph, state = nnx.split(model)
 
-        def sampled_loss(dummies: Any) -> tuple[Array, int]:
-            prediction = layers(dummies)
+        def forward(trained: Any, dummies: Any) -> Any:
+            if not random:
+                value, prediction, after = layers(trained, dummies)
+                return (value, prediction), after
+            own = with_path(lambda path, x: trained.get(path_name(path), x), state)
+            own = nnx.merge(graph, own, copy=True)
+            _, prediction, _ = layers(jax.lax.stop_gradient(trained), dummies)
+            return (loss_fn(own, *batch)[0], prediction), nnx.split(own)[1]
+
+        results, backward, after = jax.vjp(forward, layers.trained, dummies, has_aux=True)
+        value, prediction = results
+        none = jax.tree.map(jax.custom_derivatives.zero_from_primal, prediction)
+        grads, _ = backward((jnp.ones_like(value), none))
+        like = model
+        if isinstance(model, nnx.Module):
+            like = nnx.state(model, wrt)
+            nnx.update(model, after)
+        grads = with_path(lambda path, _: grads[path_name(path)], like)
+
+        def factors() -> Factors:
             # Of the bits of the loss: new at each step, the same in each run.
             bits = jax.lax.bitcast_convert_type(value.astype(jnp.float32), jnp.uint32)
             drawn = jax.random.fold_in(jax.random.key(0), bits) if key is None else key
-            return prediction.sampled_loss(drawn), len(jax.tree.leaves(prediction)[0])
-
-        def factors() -> Factors:
-            dummies = {b.name: b.no_factor(dtype, *b.lead, counts=b.stack) for b in blocks}
-            sums, num_examples = jax.grad(sampled_loss, has_aux=True)(dummies)
+            sampled = jax.grad(lambda prediction: prediction.sampled_loss(drawn), allow_int=True)
+            _, sums = backward((jnp.zeros_like(value), sampled(prediction)))
+            num_examples = len(jax.tree.leaves(prediction)[0])
             return {block.name: averaged(block, sums[block.name], num_examples) for block in blocks}
 
         if when is None:
             return value, grads, factors()
-        none = {block.name: block.no_factor(dtype, block.count) for block in blocks}
-        return value, grads, jax.lax.cond(jnp.asarray(when, bool), factors, lambda: none)
+        no_factors = {block.name: block.no_factor(dtype, block.count) for block in blocks}
+        return value, grads, jax.lax.cond(jnp.asarray(when, bool), factors, lambda: no_factors)
 
     return compute
 

@@ -106,9 +106,11 @@ def _scale_by_curvature(
         gamma = extra.get("damping", current(damping, state.steps))
         kept = jnp.asarray(decay, jnp.float32) ** (state.age + 1)
 
-        def renewed(_: Any, old: Any) -> tuple[Factors, curvature.Inverses, Array]:
+        def renewed(turn: Any, old: Any) -> tuple[Factors, curvature.Inverses, Array]:
             factors, pairs = curvature.unpacked(*old[:2])
-            new, fresh = blocks.stack_factors(groups, extra.get("factors"))
+            # What does not depend on the turn would be moved out of the loop, to every step.
+            given, _ = jax.lax.optimization_barrier((extra.get("factors"), turn))
+            new, fresh = blocks.stack_factors(groups, given)
             factors = curvature.averaged(factors, new, kept, fresh)
             pairs = {k: curvature.inverted(factors[k], gamma, pair) for k, pair in pairs.items()}
             return *curvature.packed(factors, pairs), fresh
@@ -126,8 +128,7 @@ def _scale_by_curvature(
             factor = factors[key]
             if isinstance(factor, curvature.DiagonalFactor):
                 return curvature.divided(grad, factor.squares + gamma)
-            x = solve(inverses.get(key), factor, grad, gamma)
-            return jnp.where(jnp.all(jnp.isfinite(x)), x, 0)
+            return solve(inverses.get(key), factor, grad, gamma)
 
         grads = {
             key: jnp.where(known, grad, 0).astype(jnp.promote_types(grad.dtype, jnp.float32))
@@ -135,7 +136,9 @@ def _scale_by_curvature(
         }
         x = {key: direction(key, grad) for key, grad in grads.items()}
         # If x is exact; the residual of conjugate gradients is orthogonal to x, so theirs is.
-        last = state.last._replace(quadratic=jnp.maximum(_inner(x, grads), 0))
+        size = _inner(x, grads)
+        x, size = jax.tree.map(lambda part: jnp.where(jnp.isfinite(size), part, 0), (x, size))
+        last = state.last._replace(quadratic=jnp.maximum(size, 0))
         if "last_step" in extra:
             s = blocks.stack(groups, extra["last_step"])
             last = _judged(last, s, x, grads, stored, gamma, fresh)

@@ -57,18 +57,20 @@ class Layers:
         trained = flatten(nnx.state(model, wrt) if isinstance(model, nnx.Module) else state)
         call = jax.make_jaxpr(lambda x: fn(nnx.merge(graph, x, copy=True)), return_shape=True)
         self.program, self.output = call(state)
-        self.arrays = {path: (x, path in trained) for path, x in flatten(state).items()}
+        self.arrays = flatten(state)
+        self.trained = {path: self.arrays[path] for path in trained}
         self.found: dict[str, LayerBlock] = {}  # by each of their parameters
-        jax.eval_shape(lambda: self({}))
+        jax.eval_shape(lambda: self({}, {}))
         self.blocks = tuple(dict.fromkeys(self.found.values()))
 
-    def __call__(self, dummies: Mapping[str, Factor]) -> Any:
-        """The function, its layers observed."""
+    def __call__(self, trained: Mapping[str, Array], dummies: Mapping[str, Factor]) -> Any:
+        """The function of trained parameters, its layers observed."""
         seen: Seen = []
-        for path, (x, trained) in self.arrays.items():
+        for path, x in self.arrays.items():
             step = tuple(x.shape), tuple(range(x.ndim))
-            seen.append(View(path, step[0], dummies.get(path), (step,)) if trained else None)
-        args = [x for x, _ in self.arrays.values()]
+            view = View(path, step[0], dummies.get(path), (step,))
+            seen.append(view if path in self.trained else None)
+        args = [trained.get(path, x) for path, x in self.arrays.items()]
         results, _ = self._run(self.program.jaxpr, self.program.consts, args, seen)
         return jax.tree.unflatten(jax.tree.structure(self.output), results)
 
@@ -281,8 +283,11 @@ def reported(block: LayerBlock, like: Factor, rows: Array, grads: Array) -> Fact
     def grams(rows: Array, parts: int, size: int) -> Array:
         """Of each part of the rows, or of all of them for each part of the matrix."""
         cut = jnp.pad(rows, ((0, 0), (0, 0), (0, parts * size - rows.shape[2])))
-        cut = cut.reshape(*cut.shape[:2], parts, size)
-        each = jnp.einsum("brpi,brpj->bpij", cut, cut)
+        cut = jnp.swapaxes(cut.reshape(*cut.shape[:2], parts, size), 1, 2)
+        if cut.shape[:2] == (1, 1):  # XLA for CPU would copy the transpose of a batch of one
+            each = jnp.matmul(cut[0, 0].T, cut[0, 0])[None, None]
+        else:
+            each = jnp.matmul(jnp.swapaxes(cut, 2, 3), cut)
         return jnp.broadcast_to(each, (len(each), down * across, size, size))
 
     if block.factor is DiagonalFactor:

@@ -72,7 +72,7 @@ def test_rows_of_a_layer_make_its_gradient(layer, x, monkeypatch):
         block.name: block.no_factor(jnp.dtype("float64"), *block.lead, counts=block.stack)
         for block in layers.blocks
     }
-    jax.grad(layers)(dummies)
+    jax.grad(layers, argnums=1)({}, dummies)
     leaves = [leaf for block in layers.blocks for leaf in block.leaves]
     assert sorted(leaves) == sorted(grads)
     groups = groups_of(grads, layers.blocks)
