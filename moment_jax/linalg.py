@@ -1,20 +1,18 @@
 """Factors, inverses and log-determinants of symmetric matrices, singular ones included.
 
-On CPU without LAPACK, but for eigenvalues: jaxlib distributes a batch of LAPACK calls over the threads
-that already run it, and waits, so that as many concurrent batches as there are threads hang; and the
-threads of its OpenBLAS spin beside XLA's, so that eight triangular systems of 64 rows took 150 ms for
-0.4. Nor does LAPACK go on after a pivot that is not positive, whose column is skipped here.
+On CPU without LAPACK: jaxlib distributes a batch of its calls over the threads that already run it and
+waits, so that as many concurrent batches as there are threads hang; and the threads of its OpenBLAS
+spin beside XLA's, so that eight triangular systems of 64 rows took 150 ms for 0.4. Nor does LAPACK go on
+after a pivot that is not positive, whose column is skipped here.
 
 A function takes one matrix (n, n); stacks go through `jax.vmap`. NaN stays NaN.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.custom_batching import custom_vmap
 
 from moment_jax.xla import diagonal_of, inlined
 
@@ -24,20 +22,6 @@ _MOST_LEAVES = 16  # of any matrix, so that programs do not grow with its width
 
 Pair = tuple[Array, Array]
 dot = functools.partial(jnp.matmul, precision="highest")  # inverses amplify bfloat16's rounding
-
-
-@custom_vmap
-def eigh(matrix: Array) -> Pair:
-    """Eigenvalues, rising, and eigenvectors as columns; on CPU a stack's matrices one after another."""
-    values, vectors = jnp.linalg.eigh(matrix)
-    return values, vectors
-
-
-@eigh.def_vmap
-def _eigh_of_stack(_size: int, _batched: list[bool], stack: Array) -> tuple[Pair, Any]:
-    one_by_one = functools.partial(jax.lax.map, eigh)
-    pairs = jax.lax.platform_dependent(stack, cpu=one_by_one, default=eigh.fun)
-    return pairs, (True, True)
 
 
 @functools.partial(inlined, static_argnames="bounded")

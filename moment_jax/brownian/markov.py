@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from moment_jax import linalg
 from moment_jax.brownian.kernels import check_points, gaussian_kernel
 from moment_jax.covariance.fields import need
 from moment_jax.xla import inlined
@@ -205,7 +204,7 @@ def diffusion_map(
     degree = jnp.sum(kernel, axis=1)
     root, law = jnp.sqrt(degree), degree / jnp.sum(degree)
     symmetric = kernel / (root[:, None] * root[None, :])
-    values, vectors = linalg.eigh(symmetric)
+    values, vectors = jnp.linalg.eigh(symmetric)
     order = jnp.argsort(-jnp.abs(values))[1 : count + 1]
     values, vectors = values[order], vectors[:, order]
     # The kernel is positive definite: only rounding makes an eigenvalue negative.

@@ -73,10 +73,10 @@ def find_blocks(
     """The curvature blocks of a model: one for each layer that the loss uses.
 
     A layer is a product with a trained parameter, by whatever function: of a dense layer or an ungrouped
-    convolution, with its bias; a lookup of rows in a table; or a vector that multiplies each row or is
-    added to it, such as the gain of a norm. Parameters may be reshaped, transposed and cast before, and
-    layers scanned over. The first use of a parameter counts. Of an `mj.Bayesian` it is the means of
-    beliefs, and weights that are certain.
+    convolution, with its bias; a lookup of rows in a table; a matrix added to each example, such as
+    positions; or a vector that multiplies each row or is added to it, such as the gain of a norm.
+    Parameters may be reshaped, transposed and cast before, and layers scanned over. The first use of a
+    parameter counts. Of an `mj.Bayesian` it is the means of beliefs, and weights that are certain.
 
     Arguments are those of `value_grad_and_factors`. Shapes are enough, such as `nnx.eval_shape` of the
     model, or `jax.ShapeDtypeStruct`. ValueError without any block, TypeError for what is no such loss.
@@ -140,6 +140,8 @@ def value_grad_and_factors(
     Every token is a row: A = avg a a^T over all rows, G = 1/N sum g g^T, with a the inputs of a layer
     and g the gradients of each example's own -log p by its outputs. This reads theta = g^T v a^T of
     Algorithm 1 over all pairs of rows; with one token per example F V is (a^T a) V (g^T g) / N^2.
+    That ignores correlations of T tokens, so that F is too small by up to T; a table's, which has none
+    to ignore, is divided by sqrt(T), between the two.
 
     The function has two more keyword arguments: `key`, the random key of the sampled targets (None:
     derived from the bits of the loss, so that runs repeat), and `when`, a boolean array; where it is
@@ -202,6 +204,8 @@ def averaged(block: LayerBlock, sums: Factor, num_examples: int) -> Factor:
     """The factor of a layer, from what was reported."""
     arrays = [x.reshape(block.count, *x.shape[len(block.lead) :]) for x in sums[:-1]]
     count = jnp.repeat(sums.weight.reshape(-1), math.prod(block.parts))
+    if block.factor is curvature.EmbeddingFactor:  # by sqrt(T), see above
+        count *= jnp.sqrt(jnp.maximum(count / num_examples, 1))
     # Of two arrays, the first is an average over rows; the last is a sum divided by N.
     if block.factor is not curvature.DiagonalFactor:
         arrays[0] = jax.vmap(jnp.divide)(arrays[0], jnp.maximum(count, 1))

@@ -14,6 +14,7 @@ from jax import Array
 from moment_jax import linalg
 from moment_jax.xla import diagonal_of, on_diagonal
 
+RARE = 0.02  # added to the frequencies of a table, of their mean
 LEAST_RELATIVE_DAMPING = 8  # rounding units of the trace, which a Cholesky factorisation needs
 
 
@@ -94,7 +95,7 @@ def averaged(averages: Factors, new: Factors, kept: Array, finite: Array) -> Fac
 
 
 class InversePair(NamedTuple):
-    """(A + a I)^-1 and (G + g I)^-1 of L layers; of a table, eigenvalues and eigenvectors of G."""
+    """(A + a I)^-1 and (G + g I)^-1 of L layers; of a table's frequencies as they are, a diagonal."""
 
     inputs: Array
     outputs: Array
@@ -108,8 +109,7 @@ def no_inverses(averages: Factors) -> Inverses:
     pairs = {}
     for key, factor in averages.items():
         if not isinstance(factor, DiagonalFactor):
-            first = factor.outputs[:, 0] if isinstance(factor, EmbeddingFactor) else factor.inputs
-            pairs[key] = InversePair(jnp.zeros_like(first), jnp.zeros_like(factor.outputs))
+            pairs[key] = InversePair(*map(jnp.zeros_like, factor[:-1]))
     return pairs
 
 
@@ -149,15 +149,11 @@ def _is_lower(matrix: Array) -> Array:
 
 def inverted(factor: Factor, damping: Array, old: InversePair) -> InversePair:
     """The inverses of a group; the old ones of layers where new ones are not finite."""
-    if isinstance(factor, KroneckerFactor):
-        new = damped_inverses(factor.inputs, factor.outputs, damping)
-    else:
-        values, vectors = jax.vmap(linalg.eigh)(factor[1])
-        new = InversePair(jnp.maximum(values, 0), vectors)
+    new = damped_inverses(factor[0], factor[1], damping)
 
     @jax.vmap
     def choose(new: InversePair, old: InversePair) -> InversePair:
-        good = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in new]))
+        good = jnp.isfinite(sum(map(jnp.sum, new)))
         return jax.tree.map(lambda x, y: jnp.where(good, x, y).astype(y.dtype), new, old)
 
     return choose(new, old)
@@ -167,12 +163,11 @@ def damped_inverses(inputs: Array, outputs: Array, damping: Array) -> InversePai
     """Inverses of A + pi sqrt(gamma) I and G + sqrt(gamma) / pi I, (L, n, n).
 
     pi^2 = (tr A / dim A) / (tr G / dim G). At least a few rounding units of the trace are added, so that
-    float32 factors of any condition number can be inverted.
+    float32 factors of any condition number can be inverted. Frequencies f, (L, n), in the place of A: of
+    f + `RARE` m and G + gamma / m, m their mean, so that F + gamma is right for a row of frequency m.
     """
-    a, g = (jnp.mean(diagonal_of(f), axis=-1) for f in (inputs, outputs))
-    tiny = jnp.finfo(a.dtype).tiny
-    pi = jnp.sqrt(jnp.maximum(a, tiny) / jnp.maximum(g, tiny))
-    pi = jnp.where((a > tiny) & (g > tiny), pi, 1)
+    a = jnp.mean(diagonal_of(inputs) if inputs.ndim == 3 else inputs, axis=-1)
+    g, tiny = jnp.mean(diagonal_of(outputs), axis=-1), jnp.finfo(a.dtype).tiny
 
     def inverse(factor: Array, damping: Array) -> Array:
         trace = jnp.sum(diagonal_of(factor), axis=-1)
@@ -182,23 +177,24 @@ def damped_inverses(inputs: Array, outputs: Array, damping: Array) -> InversePai
         root = jax.vmap(linalg.inverse_root)(damped)
         return jnp.matmul(jnp.swapaxes(root, 1, 2), root)
 
-    root = jnp.sqrt(damping)
+    if inputs.ndim == 2:
+        a = jnp.maximum(a, tiny)
+        return InversePair(1 / (inputs + RARE * a[:, None]), inverse(outputs, damping / a))
+    pi = jnp.sqrt(jnp.maximum(a, tiny) / jnp.maximum(g, tiny))
+    pi, root = jnp.where((a > tiny) & (g > tiny), pi, 1), jnp.sqrt(damping)
     return InversePair(inverse(inputs, pi * root), inverse(outputs, root / pi))
 
 
-def apply_inverse(pair: InversePair | None, factor: Factor, grad: Array, damping: Array) -> Array:
+def apply_inverse(pair: InversePair | None, factor: Factor, grad: Array, *_: Any) -> Array:
     """(F + damping I)^-1 applied to a gradient (L, rows, columns), by a group's inverse.
 
-    Kronecker factors are damped as of their last refresh, others now; without a pair it is the gradient.
+    It is damped as of its last refresh; without a pair it is the gradient.
     """
     if pair is None:
         return grad
-    if isinstance(factor, KroneckerFactor):
-        return jnp.matmul(jnp.matmul(pair.inputs, grad), pair.outputs)
-    assert isinstance(factor, EmbeddingFactor)  # a diagonal is divided by
-    values, vectors = pair
-    by = factor.frequencies[:, :, None] * values[:, None, :] + damping
-    return jnp.matmul(divided(jnp.matmul(grad, vectors), by), jnp.swapaxes(vectors, 1, 2))
+    if isinstance(factor, EmbeddingFactor):
+        return jnp.matmul(pair.inputs[:, :, None] * grad, pair.outputs)
+    return jnp.matmul(jnp.matmul(pair.inputs, grad), pair.outputs)
 
 
 def divided(array: Array, by: Array) -> Array:

@@ -163,16 +163,24 @@ class Layers:
         return output, (view, (*range(batch), *columns))
 
     def _on_rows(self, eqn: Any, value: Any, view: Any, other: Any) -> Any:
-        """An operand of a sum or product; a vector that acts on each row, such as a gain, is a layer."""
+        """An operand of a sum or product, which is a layer if it acts on each row.
+
+        A vector does, such as a gain, and a matrix that is added to each example, such as positions,
+        whose rows are as those of a table.
+        """
         if not isinstance(view, View):
             return value
-        shape, size = eqn.outvars[0].aval.shape, math.prod(view.shape)
-        vector = len(view.steps[0][0]) == len(view.lead) + 1 and size in view.shape
-        vector = vector and size > 1 and len(shape) > 1
-        if (eqn.primitive.name == "add" and self._is_bias(view, other, shape)) or not vector:
+        shape, name = eqn.outvars[0].aval.shape, eqn.primitive.name
+        axes, most = [i for i, n in enumerate(view.shape) if n > 1], 1 + (name in ("add", "sub"))
+        bias = name == "add" and self._is_bias(view, other, shape)
+        if bias or not 0 < len(axes) < len(shape) or len(axes) > most:
             return value
-        each, columns = jnp.broadcast_to(value, shape), (view.shape.index(size),)
-        return self._layer(view, each, DiagonalFactor, 0.0, range(len(shape)), 0, columns)[0]
+        rows = jnp.zeros(())
+        if len(axes) > 1:
+            rest = [n for i, n in enumerate(shape) if i != axes[1]]
+            rows = jax.lax.broadcasted_iota(jnp.int32, rest, axes[0]).reshape(1, -1, 1)
+        layer = EmbeddingFactor if rows.ndim else DiagonalFactor, rows, range(len(shape))
+        return self._layer(view, jnp.broadcast_to(value, shape), *layer, 0, axes[-1:])[0]
 
     def _is_bias(self, view: View, other: Any, shape: Shape) -> bool:
         """Whether a sum adds the bias of a dense layer, which gets it if it has none."""

@@ -34,7 +34,20 @@ LOGITS = np.array([0.5, -1.0, 0.2])
 OPTIONS = {"rngs": nnx.Rngs(0), **DOUBLE}
 SEQUENCE, IMAGE = jax.random.normal(KEY, (2, 5, 4)), jax.random.normal(KEY, (2, 6, 5, 3))
 SYMBOLS = jnp.array([[0, 3, 3], [1, 0, 3]])
+
+
+class Positions(nnx.Module):
+    """One for each token, of (N, T, D)."""
+
+    def __init__(self):
+        self.table = nnx.Param(jnp.ones((5, 4)))
+
+    def __call__(self, x):
+        return x + self.table[...]
+
+
 LAYERS = {
+    "positions": (Positions(), SEQUENCE),
     "linear": (nnx.Linear(4, 3, **OPTIONS), SEQUENCE),
     "linear_of_a_vector": (nnx.Linear(4, 3, use_bias=False, **OPTIONS), SEQUENCE[0, 0]),
     "tall": (nnx.Linear(330, 2, **OPTIONS), jax.random.normal(KEY, (2, 5, 330))),
@@ -87,7 +100,8 @@ def test_rows_of_a_layer_make_its_gradient(layer, x, monkeypatch):
             close(jnp.sum(g, axis=1), expected[0])
             continue
         if block.factor is optim.EmbeddingFactor:
-            np.testing.assert_array_equal(factor.frequencies, np.bincount(np.ravel(x), minlength=5))
+            symbols = np.ravel(x) if x is SYMBOLS else np.tile(np.arange(5), 2)
+            np.testing.assert_array_equal(factor.frequencies, np.bincount(symbols, minlength=5))
             a = jax.nn.one_hot(a[..., 0], 5)
         if len(block.leaves) == 2:
             a = jnp.pad(a, ((0, 0), (0, 0), (0, 1)), constant_values=1)
@@ -223,6 +237,12 @@ def test_factors_of_a_network_by_hand():
     first = compute(model, x, labels)[2]["out/kernel"].outputs  # by a key that is made of the loss
     np.testing.assert_array_equal(first, compute(model, x, labels)[2]["out/kernel"].outputs)
     assert np.any(first != compute(model, 2 * x, labels)[2]["out/kernel"].outputs)
+
+
+def test_tables_are_divided_by_the_root_of_the_number_of_tokens():
+    ids = jnp.arange(5 * N).reshape(N, 5) % 7
+    table = capture()(Network(), ids, jnp.arange(N) % CLASSES)[2]["embed/embedding"]
+    np.testing.assert_allclose(jnp.sum(table.frequencies), 5**-0.5)
 
 
 def test_a_model_that_maps_over_its_batch_and_calls_a_layer_twice():

@@ -183,9 +183,13 @@ def test_tables_and_norms_by_their_own_blocks(make):
         "norm": optim.DiagonalFactor(squares, np.ones(())),
     }
     grads = jax.tree.map(lambda x: np.cos(np.arange(1.0 * x.size)).reshape(x.shape), params)
-    options = {"max_iterations": 50, "tolerance": 1e-7} if make is optim.cg_fac else {}
+    exact = make is optim.cg_fac
+    options = {"max_iterations": 50, "tolerance": 1e-7} if exact else {}
     updates = Steps(make, params, blocks, damping=0.25, **SOLVED, **options)(grads, factors)
     table = np.kron(np.diag(frequencies[0]), outputs[0]) + 0.25 * np.eye(12)
+    if not exact:  # damped as a row of mean frequency
+        m = np.mean(frequencies[0])
+        table = np.kron(np.diag(frequencies[0] + 0.02 * m), outputs[0] + 0.25 / m * np.eye(3))
     expected = -np.linalg.solve(table, np.ravel(grads["table"]["embedding"]))
     np.testing.assert_allclose(
         np.ravel(updates["table"]["embedding"]), expected, rtol=1e-4, atol=1e-5
