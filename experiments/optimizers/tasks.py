@@ -1,6 +1,5 @@
 """The tasks of the comparison: networks of Flax, losses, batches, and what is held out."""
 
-import dataclasses
 import sysconfig
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,7 +31,6 @@ MODULES = (
 READ = ("inspect", "typing", "pydoc", "argparse", "tarfile", "subprocess", "zipfile", "ast")
 HELD_OUT = ("smtplib", "enum")
 KEPT = np.array([9, 10, *range(32, 127)])  # characters, by their codes
-LEAST_SCALE = 0.05  # standard deviation, of colours of unit variance
 NEVER = "never seen when they were chosen"
 
 
@@ -114,6 +112,11 @@ def _pixels(model: Any, pixels: Array) -> tuple[Array, mj.optim.Prediction]:
     return jnp.sum((output - pixels) ** 2, -1).mean() / 2, mj.optim.NormalPrediction(output)
 
 
+def _patches(model: Any, before: Array, after: Array) -> tuple[Array, mj.optim.Prediction]:
+    output = model(before)
+    return jnp.sum((output - after) ** 2, (1, 2)).mean() / 2, mj.optim.NormalPrediction(output)
+
+
 def _hours(model: Any, past: Array, future: Array) -> tuple[Array, mj.optim.Prediction]:
     output = model(past)
     return jnp.mean((output - future) ** 2), mj.optim.NormalPrediction(output, 12**0.5)
@@ -173,45 +176,29 @@ def _lines() -> OptimizerTask:
     first, later = (tuple(array[part] for array in arrays) for part in (~every, every))
     sizes = {"tokens": WINDOW, "width": 48, "outputs": len(MODULES), "symbols": len(KEPT) + 1}
     create = partial(Transformer, **sizes, read="mean")
-    return _task("lines to modules", create, _classes, first, later, 32)._replace(defaults=NEVER)
+    return _task("lines to modules", create, _classes, first, later, 32)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Spread(mj.optim.Prediction):
-    """Gaussian targets (N, D) whose standard deviations the network tells."""
-
-    mean: Array
-    scale: Array
-
-    def surprise(self, targets: Array) -> Array:
-        """-log p of the targets, nats, above that of the least standard deviation at the mean."""
-        z = (targets - self.mean) / self.scale
-        return jnp.sum(z**2 / 2 + jnp.log(self.scale / LEAST_SCALE), axis=-1)
-
-    def sampled_loss(self, key: Array) -> Array:
-        """The sum over sampled targets."""
-        noise = jax.random.normal(key, self.mean.shape, self.mean.dtype)
-        return jnp.sum(self.surprise(jax.lax.stop_gradient(self.mean + self.scale * noise)))
+def _pixels_of_digits() -> OptimizerTask:
+    """A digit's pixels one after another, each a grey of 17; every tenth digit is held out."""
+    ids = np.round(16 * data.pixels().reshape(-1, 64)).astype(np.int32)
+    every = np.arange(len(ids)) % 10 == 0
+    first, later = ((ids[part][:, :-1], ids[part][:, 1:]) for part in (~every, every))
+    create = partial(Transformer, tokens=63, width=48, outputs=17)
+    return _task("greys of digits", create, _classes, first, later, 32)._replace(defaults=NEVER)
 
 
-def _spread(model: Any, x: Array, targets: Array) -> tuple[Array, mj.optim.Prediction]:
-    mean, free = jnp.split(model(x), 2, axis=-1)
-    prediction = _Spread(mean, LEAST_SCALE + nnx.softplus(free))
-    return prediction.surprise(targets).mean(), prediction
-
-
-def _photograph() -> OptimizerTask:
-    """Colours of a photograph of Scikit-learn by place, with spreads; other pixels are held out."""
-    image = load_sample_image("china.jpg")[::5, ::5].astype(np.float32)
-    colours = ((image - image.mean()) / image.std()).reshape(-1, 3)
-    places = 2 * np.argwhere(np.ones(image.shape[:2])) / image.shape[:2] - 1
-    angles = places @ np.random.default_rng(0).normal(0, 6, (2, 32))
-    waves = np.concatenate([np.sin(angles), np.cos(angles)], 1).astype(np.float32)
-    order = np.random.default_rng(1).permutation(len(waves))
-    first, later = ((waves[part], colours[part]) for part in (order[1000:], order[:1000]))
-    create = partial(_perceptron, widths=(64, 96, 96, 96, 6), activation=nnx.gelu)
-    return _task("photograph", create, _spread, first, later, 256, 1000)._replace(defaults=NEVER)
+def _next_patches() -> OptimizerTask:
+    """Along strips of a photograph of Scikit-learn, each patch by those before; each sixth held out."""
+    image = load_sample_image("flower.jpg")[:424:2, ::2].astype(np.float32)
+    scaled = ((image - image.mean()) / image.std()).reshape(53, 4, 80, 4, 3)
+    patches = scaled.swapaxes(1, 2).reshape(53, 80, 48)
+    windows = np.lib.stride_tricks.sliding_window_view(patches, 17, axis=1).swapaxes(2, 3)
+    every = np.arange(len(windows)) % 6 == 0
+    parts = (windows[part].reshape(-1, 17, 48) for part in (~every, every))
+    first, later = ((x[:, :-1], x[:, 1:]) for x in parts)
+    create = partial(Transformer, tokens=16, width=64, outputs=48, patch=48)
+    return _task("next patches", create, _patches, first, later, 32)._replace(defaults=NEVER)
 
 
 def _mnist(name: str, create: Callable[[int], nnx.Module], patch: int, size: int) -> OptimizerTask:
@@ -257,6 +244,7 @@ TASKS: dict[str, Callable[[], OptimizerTask]] = {
     "autoencoder": _autoencoder,
     "mlp": partial(_mnist, "MLP, mnist5k", _mlp, 28, 64),
     "lines": _lines,
-    "photograph": _photograph,
+    "greys": _pixels_of_digits,
+    "strips": _next_patches,
 }
 """Every task by name."""

@@ -14,7 +14,7 @@ from experiments.optimizers import EVERY, Course
 def test_the_comparison(tmp_path, monkeypatch):
     monkeypatch.setattr(optimizers, "RATES", (1e-3, np.nan))
     monkeypatch.setattr(optimizers, "ROUNDS", 1)
-    options = ["--task", "photograph", "--method", "kfac", "--steps", "20", "--seeds", "1"]
+    options = ["--task", "strips", "--method", "kfac", "--steps", "20", "--seeds", "1"]
     assert main(["optimizers", *options, "--out", str(tmp_path)]) == 0
     (record,) = json.loads((tmp_path / "metrics.json").read_text())
     assert list(record["methods"]) == ["adamw", "kfac"]
