@@ -22,8 +22,6 @@ from moment_jax.optim.blocks import Blocks, LayerBlock, path_name
 from moment_jax.optim.curvature import Factor, Factors
 from moment_jax.optim.taps import Layers
 
-with_path = jax.tree_util.tree_map_with_path
-
 
 class Prediction(abc.ABC):
     """A predictive distribution of a batch, whose arrays have the N examples as their first axis."""
@@ -102,9 +100,9 @@ def bayesian_parts(model: Any) -> list[Bayesian]:
 
 
 def layers_of(loss_fn: Any, model: Any, batch: Any, wrt: Any) -> Layers:
-    """The layers of (loss, prediction, state after it), of a Bayesian network at its means."""
+    """The layers of ((loss, prediction), state after it), of a Bayesian network at its means."""
 
-    def run(model: Any) -> tuple[Array, Prediction, Any]:
+    def run(model: Any) -> tuple[tuple[Array, Prediction], Any]:
         for node in bayesian_parts(model):
             node.make_certain(node.at_means())
         result = loss_fn(model, *batch)
@@ -117,7 +115,7 @@ def layers_of(loss_fn: Any, model: Any, batch: Any, wrt: Any) -> Layers:
             )
         if jnp.shape(value):
             raise ValueError(f"The loss must be a scalar. Got {jnp.shape(value)}; take its mean.")
-        return value, prediction, nnx.split(model)[1]
+        return (value, prediction), nnx.split(model)[1]
 
     layers = Layers(run, model, wrt)
     if not layers.blocks:
@@ -162,19 +160,17 @@ def value_grad_and_factors(
         layers = layers_of(loss_fn, model, batch, wrt)
         blocks, random = layers.blocks, bayesian_parts(model)
         dummies = {b.name: b.no_factor(dtype, *b.lead, counts=b.stack) for b in blocks}
-        graph, state = nnx.split(model)
+        (graph, state), with_path = nnx.split(model), jax.tree_util.tree_map_with_path
 
-        def forward(trained: Any, dummies: Any) -> Any:
+        def run(trained: Any, dummies: Any) -> Any:
             if not random:
-                value, prediction, after = layers(trained, dummies)
-                return (value, prediction), after
+                return layers(trained, dummies)
             own = with_path(lambda path, x: trained.get(path_name(path), x), state)
             own = nnx.merge(graph, own, copy=True)
-            _, prediction, _ = layers(jax.lax.stop_gradient(trained), dummies)
+            (_, prediction), _ = layers(jax.lax.stop_gradient(trained), dummies)
             return (loss_fn(own, *batch)[0], prediction), nnx.split(own)[1]
 
-        results, backward, after = jax.vjp(forward, layers.trained, dummies, has_aux=True)
-        value, prediction = results
+        (value, prediction), backward, after = jax.vjp(run, layers.trained, dummies, has_aux=True)
         none = jax.tree.map(jax.custom_derivatives.zero_from_primal, prediction)
         grads, _ = backward((jnp.ones_like(value), none))
         like = model

@@ -29,7 +29,7 @@ class KroneckerFactor(NamedTuple):
 class EmbeddingFactor(NamedTuple):
     """F = diag(frequencies) (x) outputs, of a table whose inputs are one-hot."""
 
-    frequencies: Array  # (L, rows)
+    frequencies: Array  # (L, rows): shares of all rows, over the root of their number in an example
     outputs: Array  # (L, columns, columns)
     weight: Array  # ()
 
@@ -195,11 +195,6 @@ def apply_inverse(pair: InversePair | None, factor: Factor, grad: Array, *_: Any
     if isinstance(factor, EmbeddingFactor):
         return jnp.matmul(pair.inputs[:, :, None] * grad, pair.outputs)
     return jnp.matmul(jnp.matmul(pair.inputs, grad), pair.outputs)
-
-
-def divided(array: Array, by: Array) -> Array:
-    """The quotient, or 0 where `by` is not positive: no step without curvature or damping."""
-    return jnp.where(by > 0, array / jnp.where(by > 0, by, 1), 0)
 
 
 def iterated(

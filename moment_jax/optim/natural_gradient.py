@@ -127,7 +127,8 @@ def _scale_by_curvature(
         def direction(key: str, grad: Array) -> Array:
             factor = factors[key]
             if isinstance(factor, curvature.DiagonalFactor):
-                return curvature.divided(grad, factor.squares + gamma)
+                by = factor.squares + gamma  # zero without curvature and damping: no step
+                return jnp.where(by > 0, grad / jnp.where(by > 0, by, 1), 0)
             return solve(inverses.get(key), factor, grad, gamma)
 
         grads = {
