@@ -14,7 +14,6 @@ from jax import Array
 from moment_jax import linalg
 from moment_jax.xla import diagonal_of, on_diagonal
 
-RARE = 0.02  # added to the frequencies of a table, of their mean
 LEAST_RELATIVE_DAMPING = 8  # rounding units of the trace, which a Cholesky factorisation needs
 
 
@@ -164,7 +163,8 @@ def damped_inverses(inputs: Array, outputs: Array, damping: Array) -> InversePai
 
     pi^2 = (tr A / dim A) / (tr G / dim G). At least a few rounding units of the trace are added, so that
     float32 factors of any condition number can be inverted. Frequencies f, (L, n), in the place of A: of
-    f + `RARE` m and G + gamma / m, m their mean, so that F + gamma is right for a row of frequency m.
+    max(f, m) and G + gamma / m, m their mean, so that F + gamma is right for a row of frequency m and no
+    row is damped by less: a tied table has gradients of rows that no lookup saw.
     """
     a = jnp.mean(diagonal_of(inputs) if inputs.ndim == 3 else inputs, axis=-1)
     g, tiny = jnp.mean(diagonal_of(outputs), axis=-1), jnp.finfo(a.dtype).tiny
@@ -179,7 +179,7 @@ def damped_inverses(inputs: Array, outputs: Array, damping: Array) -> InversePai
 
     if inputs.ndim == 2:
         a = jnp.maximum(a, tiny)
-        return InversePair(1 / (inputs + RARE * a[:, None]), inverse(outputs, damping / a))
+        return InversePair(1 / jnp.maximum(inputs, a[:, None]), inverse(outputs, damping / a))
     pi = jnp.sqrt(jnp.maximum(a, tiny) / jnp.maximum(g, tiny))
     pi, root = jnp.where((a > tiny) & (g > tiny), pi, 1), jnp.sqrt(damping)
     return InversePair(inverse(inputs, pi * root), inverse(outputs, root / pi))
