@@ -138,7 +138,7 @@ def value_grad_and_factors(
     Every token is a row: A = avg a a^T over all rows, G = 1/N sum g g^T, with a the inputs of a layer
     and g the gradients of each example's own -log p by its outputs. This reads theta = g^T v a^T of
     Algorithm 1 over all pairs of rows; with one token per example F V is (a^T a) V (g^T g) / N^2.
-    That ignores correlations of T tokens, so that F is too small by up to T; a table's, which has none
+    That ignores correlations of T tokens, so that F is too small by up to T; a table's, which has few
     to ignore, is divided by sqrt(T), between the two.
 
     The function has two more keyword arguments: `key`, the random key of the sampled targets (None:

@@ -35,8 +35,8 @@ def scale_by_kfac(
     """The direction (A + ..)^-1 grad (G + ..)^-1 of K-FAC.
 
     A + pi sqrt(damping) I and G + sqrt(damping) / pi I are inverted by Cholesky factors; a layer whose
-    inversion fails keeps its old inverse. Tables have diag(frequencies) for A, undamped, normalisations
-    are divided by their diagonal. Layers of one shape are solved together.
+    inversion fails keeps its old inverse. Tables have diag(frequencies) for A, each at least their mean;
+    normalisations are divided by their diagonal. Layers of one shape are solved together.
 
     Call `update(grads, state, params, factors=factors)` with those of `value_grad_and_factors`. Factors
     that are not finite or of weight 0 are left out; without any yet, the direction is zero.
@@ -265,7 +265,7 @@ def for_model(
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The `optax.partition` of all parameters of a model: layers by curvature, the others by Adam.
 
-    Others are class tokens, and of an `mj.Bayesian` spreads of beliefs, learned priors and noise.
+    Others are class tokens, parts of positions, and of an `mj.Bayesian` spreads of beliefs, learned priors and noise.
 
     Args:
       loss_fn: that of `value_grad_and_factors`, in which the layers are found.
