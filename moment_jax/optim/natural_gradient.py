@@ -265,7 +265,7 @@ def for_model(
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """The `optax.partition` of all parameters of a model: layers by curvature, the others by Adam.
 
-    Others are class tokens, parts of positions, and of an `mj.Bayesian` spreads of beliefs, learned priors and noise.
+    Others are class tokens, parts of positions; spreads, learned priors and noise of an `mj.Bayesian`.
 
     Args:
       loss_fn: that of `value_grad_and_factors`, in which the layers are found.
